@@ -1,0 +1,337 @@
+"""
+Speed and memory, side by side with what you would use instead, in one run: A and B take turns, the median of the
+repeats counts, so a busy machine slows both. Every mode prints a table, and one JSON line last.
+
+Left out on purpose: a timed test (timing belongs here, tests are about right and wrong) and vLLM (needs a GPU).
+
+    python bench.py decode      tokens/s of one batch of ragged prompts            against transformers.generate
+    python bench.py turns       a live cache over 8 turns                          against re-reading the history each turn
+    python bench.py logprob     peak memory of log-probs at a 152 k vocabulary     against log_softmax of all logits
+    python bench.py step        one whole GRPO step, rollout and update            against TRL's GRPOTrainer, where installed
+"""
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")        # before torch: threads that spin at a barrier ruin both sides on a shared machine
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from model import DTYPES, Cache, append, die, generate, load, pick_device, resolve, sample, token_logprobs
+from rollout import Row, collate, micro_batches
+
+
+def clock():
+    """Seconds, after the device has finished what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(f, *args):
+    start = clock()
+    result = f(*args)
+    return result, clock() - start
+
+
+def finish(args, **result):
+    """The JSON line: what was measured, on what, with which versions."""
+    cpu = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), "") \
+        if Path("/proc/cpuinfo").exists() else platform.processor()
+    device = torch.cuda.get_device_name() if pick_device().type == "cuda" else f"{pick_device().type}: {cpu}"
+    print(json.dumps({**result, **vars(args), "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
+                      "load": [round(x, 1) for x in os.getloadavg()]}))
+
+
+def both_models(args):
+    """-> our model, its tokenizer, transformers' model: the same folder, dtype and device."""
+    folder, device = resolve(args.model), pick_device()
+    model, tokenizer = load(str(folder), DTYPES[args.dtype], device)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype]).to(device).eval()
+    return model.requires_grad_(False), tokenizer, theirs
+
+
+def random_ids(n, vocab, rng):
+    """n ordinary ids: special tokens live at the ends of the vocabularies we know."""
+    return [rng.randrange(1000, min(vocab, 49000)) for _ in range(n)]
+
+
+@torch.no_grad()
+def their_generate(theirs, histories, new):
+    """transformers' greedy decoding of exactly `new` tokens: left padding, attention mask, a fresh cache."""
+    longest = max(map(len, histories))
+    ids = torch.tensor([[0] * (longest - len(h)) + h for h in histories], device=theirs.device)        # (B, T)
+    mask = torch.tensor([[0] * (longest - len(h)) + [1] * len(h) for h in histories], device=theirs.device)
+    how = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, bos_token_id=0)
+    theirs.generation_config = how                         # else the checkpoint's own stop ids are merged in
+    return theirs.generate(ids, attention_mask=mask, generation_config=how)[:, longest:].tolist()
+
+
+# ---------------------------------------------------------------------------------------------- decode
+def decode(args):
+    model, _, theirs = both_models(args)
+    rng, rows = random.Random(args.seed), []
+    print(f"{args.new} greedy tokens after ragged prompts of {args.prompt[0]}..{args.prompt[1]} tokens, {args.dtype}, tokens/s (prefill included)")
+    print(f"{'rows':>5} {'ours':>9} {'transformers':>13} {'ratio':>6}   rows with the same tokens")
+    for B in args.batch:
+        prompts = [random_ids(rng.randint(*args.prompt), model.config.vocab, rng) for _ in range(B)]
+        ours, other = lambda: generate(model, prompts, args.new, set(), temperature=0)[0], lambda: their_generate(theirs, prompts, args.new)
+        seconds, tokens = {ours: [], other: []}, {}
+        for repeat in tqdm(range(args.repeats + 1), desc=f"B={B}", leave=False):
+            for f in (ours, other) if repeat % 2 else (other, ours):
+                tokens[f], s = timed(f)
+                seconds[f] += [s] if repeat else []        # the first round warms up
+        speed = [B * args.new / statistics.median(seconds[f]) for f in (ours, other)]
+        same = statistics.mean(a == b for a, b in zip(tokens[ours], tokens[other]))
+        rows.append({"batch": B, "ours": round(speed[0], 1), "transformers": round(speed[1], 1), "ratio": round(speed[0] / speed[1], 2), "agreement": same})
+        print(f"{B:5d} {speed[0]:9.1f} {speed[1]:13.1f} {speed[0] / speed[1]:6.2f}   {same:.2f}", flush=True)
+    finish(args, rows=rows, ratio=rows[-1]["ratio"], agreement=min(r["agreement"] for r in rows))
+
+
+# ---------------------------------------------------------------------------------------------- turns
+def turns(args):
+    model, _, theirs = both_models(args)
+    rng, B = random.Random(args.seed), args.dialogues
+    env = [[random_ids(rng.randint(*args.chunk), model.config.vocab, rng) for _ in range(B)] for _ in range(args.turns)]
+    state = SimpleNamespace(cache=Cache(model, B, 0), fresh=[[] for _ in range(B)])     # fresh: sampled ids not in the cache yet
+    history = [[] for _ in range(B)]
+
+    def ours(chunks):
+        chunks = [a + b for a, b in zip(state.fresh, chunks)]
+        state.cache.reserve(state.cache.top + max(map(len, chunks)) + args.reply)
+        tokens, _ = sample(model, state.cache, append(model, state.cache, chunks), [args.reply] * B, set(), temperature=0)
+        state.fresh = [t[-1:] for t in tokens]
+        return tokens
+
+    def other(chunks):
+        for h, c in zip(history, chunks):
+            h += c
+        tokens = their_generate(theirs, history, args.reply)
+        for h, t in zip(history, tokens):
+            h += t
+        return tokens
+
+    generate(model, env[0], 2, set(), temperature=0), their_generate(theirs, env[0], 2)     # warm up
+    seconds, same = {ours: [], other: []}, []
+    print(f"{B} dialogues, {args.chunk[0]}..{args.chunk[1]} tokens in and {args.reply} out a turn, {args.dtype}, seconds")
+    print(f"{'turn':>5} {'ours':>8} {'transformers':>13} {'ratio':>6}   same replies")
+    for turn, chunks in enumerate(env):
+        tokens = {}
+        for f in (ours, other) if turn % 2 else (other, ours):
+            tokens[f], s = timed(f, chunks)
+            seconds[f].append(s)
+        same.append(statistics.mean(a == b for a, b in zip(tokens[ours], tokens[other])))
+        print(f"{turn + 1:5d} {seconds[ours][-1]:8.2f} {seconds[other][-1]:13.2f} {seconds[other][-1] / seconds[ours][-1]:6.2f}   {same[-1]:.2f}", flush=True)
+    total = sum(seconds[ours]), sum(seconds[other])
+    print(f"{'all':>5} {total[0]:8.2f} {total[1]:13.2f} {total[1] / total[0]:6.2f}   {statistics.mean(same):.2f}")
+    finish(args, ratio=round(total[1] / total[0], 2), agreement=statistics.mean(same), seconds=round(total[0], 2), transformers_seconds=round(total[1], 2),
+           turn_seconds=[round(s, 2) for s in seconds[ours]], transformers_turn_seconds=[round(s, 2) for s in seconds[other]])
+
+
+# ---------------------------------------------------------------------------------------------- logprob
+def memory(field):
+    """VmRSS (now) or VmHWM (peak) of this process in GB. ru_maxrss alone would start at what the parent had."""
+    if torch.cuda.is_available():
+        return (torch.cuda.max_memory_allocated() if field == "VmHWM" else torch.cuda.memory_allocated()) / 1e9
+    if Path("/proc/self/status").exists():
+        return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(field)).split()[1]) * 1024 / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9       # macOS: bytes, and always the peak
+
+
+def logprob_child(args):
+    """One side, in a process of its own: forward and backward, peak memory over what was there before, seconds."""
+    device, dtype = pick_device(), DTYPES[args.dtype]
+    torch.manual_seed(args.seed)
+    weight = torch.nn.Parameter(torch.randn(args.vocab, args.width, device=device) * 0.02)             # (V, D), fp32 master
+    hidden = torch.randn(args.tokens, args.width, device=device).to(dtype).requires_grad_()            # (N, D)
+    target = torch.randint(args.vocab, (args.tokens,), device=device)
+    small = SimpleNamespace(head=SimpleNamespace(weight=weight))
+    token_logprobs(small, hidden[:16], target[:16])[0].sum().backward()   # threads and code pages up, then forget it
+    weight.grad = hidden.grad = None
+    before = memory("VmRSS")
+    start = clock()
+    if args.child == "ours":
+        logp, entropy = token_logprobs(small, hidden, target)
+    else:
+        p = torch.nn.functional.linear(hidden, weight.to(dtype)).float().log_softmax(-1)              # (N, V), 2.5 GB each copy
+        logp = p.gather(1, target[:, None])[:, 0]
+    logp.mean().backward()
+    print(json.dumps({"seconds": clock() - start, "peak": memory("VmHWM") - before, "logp": logp.mean().item(), "grad": weight.grad.norm().item()}))
+
+
+def logprob(args):
+    if args.child:
+        return logprob_child(args)
+    need = 3.2 * args.tokens * args.vocab * 4 / 1e9
+    free = torch.cuda.mem_get_info()[0] / 1e9 if torch.cuda.is_available() else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    sides = ["ours"] + (["naive"] if free > need else [])
+    runs = {s: [] for s in sides}
+    for _ in tqdm(range(args.repeats), desc="logprob", leave=False):
+        for side in sides:
+            p = subprocess.run([sys.executable, __file__, "logprob", "--child", side] + [f"--{k}={getattr(args, k)}" for k in
+                               ("tokens", "vocab", "width", "dtype", "threads", "seed")], capture_output=True, text=True)
+            if p.returncode:
+                die(f"the {side} side failed: {(p.stderr.strip().splitlines() or ['killed'])[-1]}")
+            runs[side].append(json.loads(p.stdout.splitlines()[-1]))
+    middle = {s: {k: statistics.median(r[k] for r in runs[s]) for k in runs[s][0]} for s in sides}
+    print(f"log-probs of {args.tokens} tokens over {args.vocab} ids, width {args.width}, {args.dtype}, forward and backward")
+    print(f"{'':8} {'extra GB':>9} {'seconds':>8} {'mean logp':>10} {'|d head|':>9}")
+    for s in sides:
+        print(f"{s:8} {middle[s]['peak']:9.2f} {middle[s]['seconds']:8.2f} {middle[s]['logp']:10.5f} {middle[s]['grad']:9.6f}")
+    result = {"peak_extra_gb": round(middle["ours"]["peak"], 3), "seconds": round(middle["ours"]["seconds"], 2)}
+    if "naive" in middle:
+        result |= {"naive_peak_extra_gb": round(middle["naive"]["peak"], 3), "naive_seconds": round(middle["naive"]["seconds"], 2),
+                   "ratio_seconds": round(middle["naive"]["seconds"] / middle["ours"]["seconds"], 2)}
+    else:
+        print(f"naive: skipped, it needs {need:.1f} GB and {free:.1f} are free")
+    finish(args, **result)
+
+
+# ---------------------------------------------------------------------------------------------- step
+def our_step(model, optimizer, prompts, args, generator):
+    """One GRPO step as in train_grpo.py, without users: -> seconds of the rollout, seconds of the update."""
+    G, K, C, start = len(prompts), args.copies, args.completion, clock()
+    with torch.no_grad():                                  # the prompt of a group is read once, its cache row copied
+        cache = Cache(model, G, args.prompt_tokens + C)
+        hidden, index = append(model, cache, prompts), torch.arange(G, device=cache.n.device).repeat_interleave(K)
+        tokens, logps = sample(model, cache.rows(index), hidden[index], [C] * G * K, set(), temperature=args.temperature, generator=generator)
+    rows = [Row() for _ in tokens]
+    for i, row in enumerate(rows):
+        row.environment(list(prompts[i // K]))
+        row.policy(tokens[i], logps[i], 0)
+    reward = torch.tensor([len(set(t)) / len(t) for t in tokens]).view(G, K)
+    advantage = (reward - reward.mean(1, keepdim=True)).flatten().to(cache.n.device)                   # (G * K,)
+    middle = clock()
+    for batch in micro_batches(rows, args.micro_ours * (args.prompt_tokens + C)):
+        ids, source, target, old, row, _ = collate([rows[i] for i in batch], cache.n.device)
+        logp, _ = token_logprobs(model, model(ids).flatten(0, 1)[source], target, temperature=args.temperature)
+        ratio, A = (logp - old).exp(), advantage[batch][row]
+        loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A).sum() / (G * K * C)
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return middle - start, clock() - middle
+
+
+def make_prompts(tokenizer, n, length, rng):
+    """n texts of exactly `length` tokens each, made of words that are one token."""
+    words = [t[1:] for t in tokenizer.get_vocab() if t[0] == "\u0120" and t[1:].isascii() and t[1:].isalpha() and t[1:].islower() and 3 < len(t) < 9]
+    texts = []
+    while len(texts) < n:
+        text = " ".join(rng.choice(sorted(words)) for _ in range(length))
+        if len(tokenizer(text)["input_ids"]) == length:
+            texts.append(text)
+    return texts
+
+
+def step(args):
+    try:
+        import trl
+        from datasets import Dataset
+    except ImportError:
+        trl = None
+        print("TRL is not installed (pip install trl==1.16): ours only")
+    torch.manual_seed(args.seed)
+    model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), torch.Generator().manual_seed(args.seed)
+    texts = make_prompts(tokenizer, args.prompts * (args.repeats + 1), args.prompt_tokens, random.Random(args.seed))
+    prompts = [tokenizer(t)["input_ids"] for t in texts]
+    ours, theirs, bar = [], [], tqdm(total=args.repeats + 1, desc="steps", leave=False)
+
+    def one_step():
+        at = len(ours) * args.prompts
+        ours.append(our_step(model, optimizer, prompts[at:at + args.prompts], args, generator))
+        bar.update(1)
+
+    if trl is None:
+        for _ in range(args.repeats + 1):
+            one_step()
+    else:
+        class TakeTurns(transformers.TrainerCallback):     # after each of TRL's steps, one of ours, outside its clock
+            def on_train_begin(self, *_, **__):
+                self.start = clock()
+
+            def on_step_end(self, *_, **__):
+                theirs.append(clock() - self.start)
+                one_step()
+                self.start = clock()
+
+        rows = args.prompts * args.copies
+        assert rows % args.micro_trl == 0, f"--micro_trl {args.micro_trl} does not divide {rows} completions"
+        with tempfile.TemporaryDirectory() as folder:
+            config = trl.GRPOConfig(
+                output_dir=folder, use_cpu=pick_device().type == "cpu", bf16=args.dtype == "bf16", report_to="none", save_strategy="no", logging_strategy="no",
+                disable_tqdm=True, max_steps=args.repeats + 1, learning_rate=1e-6, lr_scheduler_type="constant", per_device_train_batch_size=args.micro_trl,
+                gradient_accumulation_steps=rows // args.micro_trl, num_generations=args.copies, max_completion_length=args.completion, beta=0.0,
+                temperature=args.temperature, gradient_checkpointing=False,      # TRL's default, True, recomputes the forward: slower here
+                dataloader_pin_memory=False, generation_kwargs={"min_new_tokens": args.completion})
+            trl.GRPOTrainer(model=transformers.AutoModelForCausalLM.from_pretrained(resolve(args.model), dtype=torch.float32), args=config,
+                            reward_funcs=lambda completion_ids, **_: [len(set(c)) / len(c) for c in completion_ids], processing_class=tokenizer,
+                            train_dataset=Dataset.from_list([{"prompt": t} for t in texts]), callbacks=[TakeTurns()]).train()
+    bar.close()
+    rollout, update = (statistics.median(x[i] for x in ours[1:]) for i in (0, 1))      # the first step warms up
+    total = statistics.median(map(sum, ours[1:]))
+    print(f"one GRPO step: {args.prompts} prompts of {args.prompt_tokens} tokens x {args.copies} completions of {args.completion}, all layers, {args.dtype}, seconds")
+    print(f"ours  {total:8.2f}   (rollout {rollout:.2f}, update {update:.2f})")
+    result = {"seconds": round(total, 2), "rollout_seconds": round(rollout, 2), "update_seconds": round(update, 2)}
+    if trl is not None:
+        other = statistics.median(theirs[1:])
+        print(f"TRL   {other:8.2f}   ratio {total / other:.2f}")
+        result |= {"trl_seconds": round(other, 2), "ratio": round(total / other, 2), "trl": trl.__version__}
+    finish(args, **result)
+
+
+# ---------------------------------------------------------------------------------------------- flags
+def main():
+    show = argparse.ArgumentDefaultsHelpFormatter
+    p = argparse.ArgumentParser(description="Speed and memory against what you would use instead.", formatter_class=show)
+    modes = p.add_subparsers(dest="mode", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name or HF folder")
+    common.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="compute dtype of both sides")
+    common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
+    common.add_argument("--repeats", type=int, default=3, help="measured rounds; the median counts")
+    common.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")
+    m.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows")
+    m.add_argument("--prompt", type=int, nargs=2, default=[64, 192], help="shortest and longest prompt, tokens")
+    m.add_argument("--new", type=int, default=64, help="tokens a row")
+    m = modes.add_parser("turns", parents=[common], formatter_class=show, help="many turns on a live cache")
+    m.add_argument("--dialogues", type=int, default=16, help="rows")
+    m.add_argument("--turns", type=int, default=8, help="replies a dialogue")
+    m.add_argument("--chunk", type=int, nargs=2, default=[20, 40], help="shortest and longest user turn, tokens")
+    m.add_argument("--reply", type=int, default=32, help="tokens a reply")
+    m = modes.add_parser("logprob", parents=[common], formatter_class=show, help="memory of log-probs over a large vocabulary")
+    m.add_argument("--tokens", type=int, default=4096, help="policy tokens")
+    m.add_argument("--vocab", type=int, default=151936, help="ids (Qwen2.5's)")
+    m.add_argument("--width", type=int, default=896, help="hidden width (Qwen2.5-0.5B's)")
+    m.add_argument("--child", choices=["ours", "naive"], help=argparse.SUPPRESS)
+    m = modes.add_parser("step", parents=[common], formatter_class=show, help="one GRPO step")
+    m.add_argument("--prompts", type=int, default=8, help="groups")
+    m.add_argument("--copies", type=int, default=8, help="completions a group")
+    m.add_argument("--prompt_tokens", type=int, default=256, help="tokens a prompt")
+    m.add_argument("--completion", type=int, default=64, help="tokens a completion, exactly")
+    m.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, also in the loss")
+    m.add_argument("--micro_ours", type=int, default=8, help="rows a micro-batch, ours")
+    m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    {"decode": decode, "turns": turns, "logprob": logprob, "step": step}[args.mode](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""
+Held-out measurement: play scenarios with a model, print the mean final emotion with its uncertainty.
+
+The number is the rule score of a scripted user, not empathy: it counts what that user's rules count. Definitions are
+those of the SAGE leaderboard (mean final emotion, success at >= 100, failure below 10). Left out on purpose: judge
+models, significance stars, a single "score" without its interval. The benches of later issues are further subcommands.
+
+    python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
+    python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
+"""
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import die, load, pick_device, pick_dtype, resolve
+from rollout import Chat, rollout, transcript
+from rundir import Flags, positive
+from simulator import DYNAMICS, INTENTS, SPLITS, ScriptedUsers, load_scenarios, words
+
+NOTE = "rule score of the scripted user, not empathy"
+
+
+# ---------------------------------------------------------------------------------------------- which model, where
+def find_model(name):
+    """What --model got -> the name to load. A run folder stands for its best/; everything else is as given, checked, not yet loaded."""
+    if (Path(name) / "best").is_dir():
+        name = str(Path(name) / "best")
+    elif (Path(name) / "samples").is_dir():
+        die(f"--model {name}: this run has no best/ yet; its first evaluation writes it")
+    resolve(name)
+    return name
+
+
+def find_device(name):
+    """auto | cuda | mps | cpu -> torch.device, refused when this machine lacks it."""
+    if name == "cuda" and not torch.cuda.is_available() or name == "mps" and not torch.backends.mps.is_available():
+        die(f"--device {name}: not available here; use --device auto")
+    return pick_device() if name == "auto" else torch.device(name)
+
+
+# ---------------------------------------------------------------------------------------------- playing
+def spread(scenarios, n=None):
+    """The first n scenarios taken evenly over the intents: one of each intent, then a second of each, ... (files are sorted by intent)."""
+    seen = Counter()
+    ranked = [(seen.update([s.intent]) or seen[s.intent], i) for i, s in enumerate(scenarios)]        # (how many of its intent so far, place)
+    return [scenarios[i] for _, i in sorted(ranked)][:n]
+
+
+def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=0.8, seed=0, batch=64,
+         progress=None, finished=None):
+    """Play every scenario `repeats` times. -> list[Episode], repeats adjacent; e.group is the scenario's place in `scenarios`.
+
+    batch: dialogues at a time, in whole scenarios (at least one with all its repeats, whose prompt is computed once).
+    progress: a tqdm bar, advanced per dialogue. finished: called with the episodes of each batch as soon as it is done.
+
+    The same call gives the same dialogues: each batch draws from its own generator, seeded by (seed, first scenario), and
+    torch's global state is neither read nor moved. Another `batch` gives the same dialogues at temperature 0 (but for
+    rounding); above it the draws belong to a place in the batch, so compare runs at one batch size.
+    """
+    if max_tokens > model.config.max_positions:
+        die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
+    longest = max((len(chat.opening(s.opening)), s.id) for s in scenarios)
+    if longest[0] + max_new_tokens > max_tokens:           # said now rather than by the last batch
+        die(f"--max_tokens {max_tokens} does not hold the opening of {longest[1]} ({longest[0]} tokens) and one reply ({max_new_tokens}); raise it")
+    episodes, size = [], max(1, batch // repeats)
+    for first in range(0, len(scenarios), size):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
+        done = rollout(model, chat, users, [(s, None) for s in scenarios[first:first + size]], repeats, max_turns, max_new_tokens, max_tokens,
+                       temperature, generator, progress)
+        for e in done:
+            e.group += first
+        if finished is not None:
+            finished(done)
+        episodes += done
+    return episodes
+
+
+# ---------------------------------------------------------------------------------------------- statistics
+def half_up(x, digits=1):
+    """Rounded half up, as text: half_up(61.25) == "61.3" (Python's own rounding gives 61.2). None -> "-"."""
+    return "-" if x is None else str(Decimal(str(float(x))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
+
+
+def clustered_ci(values, clusters, resamples=4000, seed=0):
+    """95 % percentile interval (low, high) of the mean of `values`, resampling whole clusters with replacement.
+
+    Repeats of one scenario are alike: resampling dialogues would give an interval that is far too narrow. A resample's
+    mean is sum / count of what it drew. With fewer than two clusters nothing can be said: (None, None).
+    """
+    names, index = np.unique(clusters, return_inverse=True)
+    if len(names) < 2:
+        return None, None
+    sums, counts = np.bincount(index, np.asarray(values, float)), np.bincount(index)                  # (S,), (S,)
+    drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))            # (R, S)
+    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mean(values):
+    return sum(values) / len(values) if values else None   # ints are summed exactly, so that 61.25 is 61.25
+
+
+def summary(episodes):
+    """The statistics of a list of episodes, as a dict of plain numbers (None where there is nothing to average).
+
+    n dialogues; scenarios; failed (dialogues whose *user* broke: in no other number); emotion, low, high: mean final
+    emotion 0..100 and its scenario-clustered 95 % interval; success, failure: % of dialogues ending >= 100, < 10;
+    intents: intent -> {n, emotion}; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
+    cut: % of replies that hit their budget; distinct_2: different word pairs / word pairs over all replies (falls as
+    there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
+    ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
+    (0..1) in which each named part of the user's appraisal was not zero.
+    """
+    kept = [e for e in episodes if e.finish != "user_failed"]
+    final, length = [e.emotion for e in kept], max((len(e.turns) for e in kept), default=0)
+    low, high = clustered_ci(final, [e.scenario.id for e in kept])
+    by_intent = {i: [e.emotion for e in kept if e.scenario.intent == i] for i in INTENTS}
+    replies, cuts = [words(r) for e in kept for r in e.replies], [100 * c for e in kept for c in e.cuts]
+    pairs = [p for r in replies for p in zip(r, r[1:])]
+    fired = Counter(name for e in kept for t in e.turns for name, value in t.parts.items() if value)
+    curves = [[e.start_emotion] + [t.emotion for t in e.turns] + [e.emotion] * (length - len(e.turns)) for e in kept]
+    return {"n": len(kept), "scenarios": len({e.scenario.id for e in kept}), "failed": len(episodes) - len(kept),
+            "emotion": mean(final), "low": low, "high": high,
+            "success": mean([100 * (e >= 100) for e in final]), "failure": mean([100 * (e < 10) for e in final]),
+            "intents": {i: {"n": len(v), "emotion": mean(v)} for i, v in by_intent.items() if v},
+            "finish": dict(Counter(e.finish for e in kept).most_common()),
+            "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts),
+            "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
+            "parts": {name: count / len(replies) for name, count in fired.most_common()}}
+
+
+def table(s):
+    """A summary as text."""
+    interval = f"95 % CI {half_up(s['low'])} .. {half_up(s['high'])}, by scenario" if s["low"] is not None else "no CI from one scenario"
+    lines = [f"mean final emotion  {half_up(s['emotion'])}   ({interval}; {NOTE})",
+             f"success (>= 100)    {half_up(s['success'])} %", f"failure (< 10)      {half_up(s['failure'])} %",
+             f"dialogues           {s['n']} of {s['scenarios']} scenarios; " + ", ".join(f"{k} {v}" for k, v in s["finish"].items())
+             + (f"; {s['failed']} left out: their user failed" if s["failed"] else ""),
+             f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, distinct-2 {half_up(s['distinct_2'], 2)}",
+             "in % of replies     " + ", ".join(f"{name} {half_up(100 * x, 0)}" for name, x in s["parts"].items() if name != "expectation"),
+             "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion"]
+    return "\n".join(lines + [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()])
+
+
+# ---------------------------------------------------------------------------------------------- run
+def row(e, repeat):
+    """One line of --out: the dialogue as text, with what it did to the user."""
+    turns = [{"reply": r, "cut": c, "emotion": t.emotion, "change": t.change, "parts": t.parts, "thought": t.thought, "user": t.text}
+             for r, c, t in zip(e.replies, e.cuts, e.turns)]
+    return {"scenario": e.scenario.id, "intent": e.scenario.intent, "split": e.scenario.split, "repeat": repeat, "opening": e.opening,
+            "start_emotion": e.start_emotion, "emotion": e.emotion, "finish": e.finish, "turns": turns}
+
+
+def run(args):
+    """`evaluate.py run`. Every flag is checked before weights are touched. Ctrl-C: reports the batches that are finished."""
+    if not 0 <= args.temperature < math.inf or not 0 <= args.seed < 2 ** 40 or args.show < 0:
+        die(f"--temperature {args.temperature}, --seed {args.seed}, --show {args.show}: each must be 0 or more (temperature 0 is greedy)")
+    out = args.out and Path(args.out)
+    if out:
+        if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            die(f"--out {out}: cannot be written; give a file in a folder that exists")
+        if out.exists() and not args.overwrite:
+            die(f"--out {out}: exists; give another name or --overwrite")
+    scenarios = spread(load_scenarios(args.scenarios, None if args.split == "all" else args.split), args.n)
+    device = find_device(args.device)
+    dtype, name = pick_dtype(args.dtype, device), find_model(args.model)       # the model last: it may have to be downloaded
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    print(f"model      {name}, {str(dtype).removeprefix('torch.')} on {device}")
+    print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, scripted user, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
+    print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats = {len(scenarios) * args.repeats}, up to {args.max_turns} replies of "
+          f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
+    model, tokenizer = load(name, dtype, device)
+    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(args.dynamics, args.max_turns)
+    if out:
+        out.write_text("")
+    episodes, start, stopped = [], time.time(), ""
+
+    def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only
+        episodes.extend(batch)
+        if out:
+            with open(out, "a", encoding="utf-8") as f:
+                f.writelines(json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch))
+
+    with tqdm(total=len(scenarios) * args.repeats, unit="dialogue", leave=False, disable=None) as bar:
+        try:
+            play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature,
+                 args.seed, args.batch, bar, finished)
+        except KeyboardInterrupt:
+            stopped = f"\nstopped: {len(episodes)} of {bar.total} dialogues were finished"
+    if args.show and episodes:
+        order = sorted(episodes, key=lambda e: -e.emotion)
+        k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
+        for title, part in (("best", order[:k]), ("median", order[middle:middle + k]), ("worst", order[-k:])):
+            for e in part:
+                print(f"\n---- {title}\n{transcript(e)}")
+    result = summary(episodes)
+    print(stopped + "\n" + table(result) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
+    if args.json:
+        print(json.dumps({"model": name, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
+                          "max_turns": args.max_turns, "temperature": args.temperature, "note": NOTE, **result}))
+    return 130 if stopped else 0
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return 0
+    if argv[:1] != ["run"]:                                # the benches will be further commands
+        die(f"{argv[0] if argv else 'nothing'} is not a command; there is: python evaluate.py run (--help lists its flags)")
+    p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion: the {NOTE}.")
+    p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/), or .gguf (default: %(default)s)")
+    p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch")
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+    p.add_argument("--show", type=int, default=0, metavar="N", help="print the N best, median and worst dialogues (default: %(default)s)")
+    p.add_argument("--json", action="store_true", help="one line of JSON last")
+    # ---- dialogues
+    p.add_argument("--scenarios", default="data/scenarios.jsonl", metavar="FILE", help="scenario file (default: %(default)s)")
+    p.add_argument("--split", default="heldout", choices=[*SPLITS, "all"], help="which scenarios of it (default: %(default)s)")
+    p.add_argument("--n", type=positive(int), help="scenarios, taken evenly over the intentions (default: all of the split)")
+    p.add_argument("--repeats", type=positive(int), default=4, help="dialogues per scenario (default: %(default)s)")
+    p.add_argument("--dynamics", default="sage", choices=sorted(DYNAMICS), help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default: %(default)s)")
+    p.add_argument("--max_turns", type=positive(int), default=5, help="replies a dialogue (default: %(default)s, as the laptop preset trains; the full protocol has 8)")
+    p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply (default: %(default)s)")
+    p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
+    # ---- machine
+    p.add_argument("--batch", type=positive(int), default=64, help="dialogues at a time (default: %(default)s)")
+    p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
+    p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto = cuda, then mps, then cpu (default: %(default)s)")
+    p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+    args, _ = p.parse(argv[1:])
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

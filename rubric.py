@@ -1,0 +1,32 @@
+"""
+What a dialogue is worth: text and user turns in, named numbers out.
+
+For now the one reward of RLVER: the user's final emotion / 100, a verifiable number that no judge model produces.
+With the scripted user it is the rule score of a scripted user, not empathy. Rubric rewards plug in here later.
+"""
+from dataclasses import dataclass, field
+
+REWARDS = ("emotion",)
+
+
+@dataclass
+class Reward:
+    total: float                                           # in [0, 1]; what GRPO compares within a group
+    parts: dict = field(default_factory=dict)              # name -> float, each logged by itself
+    turns: list = field(default_factory=list)              # per reply, in [-1, 1]: the emotion change / 100
+
+
+def score(episodes, reward="emotion"):
+    """Reward of each episode: r = max(e_T, 0) / 100 (RLVER), and r_t = (e_t - e_{t-1}) / 100 per turn (MICA's potential difference
+    with only an emotion number). A dialogue whose user failed gets None: it leaves the batch's statistics."""
+    if reward not in REWARDS:
+        raise SystemExit(f"--reward {reward}: choose from {', '.join(REWARDS)}")
+    out = []
+    for e in episodes:
+        if e.finish == "user_failed":
+            out.append(None)
+            continue
+        emotions = [e.start_emotion] + [t.emotion for t in e.turns]
+        total = max(emotions[-1], 0) / 100
+        out.append(Reward(total, {"emotion": total}, [(b - a) / 100 for a, b in zip(emotions, emotions[1:])]))
+    return out

@@ -1,0 +1,145 @@
+"""
+A run's folder, and the command line that made it. Knows nothing of dialogues, rewards or models.
+
+    runs/<name>/config.json      every flag, as used
+                metrics.jsonl    one line a step
+                samples/         whole dialogues as text
+                checkpoint/      state.pt: weights, optimizer, counters; one file, replaced atomically
+                best/            the best policy by dev score, an HF folder
+
+Randomness is counter-based: every step makes its generators from (seed, step). So a checkpoint needs no RNG state, and a
+run resumed after `kill -9` at any moment repeats what the unbroken run did, bit for bit.
+"""
+import argparse
+import difflib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from model import die
+
+
+# ---------------------------------------------------------------------------------------------- flags
+class Flags(argparse.ArgumentParser):
+    """argparse with one-line errors (exit code 2), the nearest flag named for an unknown one, and a record of what was given."""
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message):
+        die(f"{message}; see {self.prog} --help")
+
+    def parse(self, argv=None):
+        """-> (namespace, set of the names that stood on the command line)."""
+        argv = sys.argv[1:] if argv is None else argv
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            flags = [o for a in self._actions for o in a.option_strings if o.startswith("--")]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1, 0.5)
+            die(f"unknown flag {unknown[0].split('=')[0]}" + (f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"))
+        given = {a.dest for a in self._actions for o in a.option_strings if any(w == o or w.startswith(o + "=") for w in argv)}
+        return args, given
+
+
+def positive(kind):
+    """argparse type: a number of `kind` above zero."""
+    def read(text):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        return value
+    read.__name__ = f"positive {kind.__name__}"
+    return read
+
+
+# ---------------------------------------------------------------------------------------------- the folder
+class RunDir:
+    def __init__(self, path):
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.state = self.path / "checkpoint" / "state.pt"
+
+    @classmethod
+    def create(cls, path, config):
+        """A new run. SystemExit if the folder exists: nothing already computed is overwritten."""
+        run = cls(path)
+        if run.path.exists():
+            die(f"run folder {path} exists; give another --run, continue it with --resume {path}, or remove it")
+        (run.path / "samples").mkdir(parents=True)
+        write_atomically(run.path / "config.json", json.dumps(config, indent=1).encode())
+        return run
+
+    @classmethod
+    def open(cls, path):
+        """An existing run and its config. SystemExit on a folder that is none."""
+        run = cls(path)
+        try:
+            config = json.loads((run.path / "config.json").read_text())
+        except FileNotFoundError:
+            die(f"--resume {path}: no run there (no config.json); runs are folders under runs/")
+        except json.JSONDecodeError as e:
+            die(f"{path}/config.json:{e.lineno}: broken JSON ({e.msg})")
+        if (run.path / "best.old").exists() and not (run.path / "best").exists():   # killed between two renames
+            (run.path / "best.old").rename(run.path / "best")
+        return run, config
+
+    def log(self, record):
+        with open(self.metrics, "a") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def sample(self, step, text):
+        (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n")
+
+    def save(self, state):
+        """Write the checkpoint; the previous one stays whole until the new one is on disk. state: tensors, numbers, strings, lists, dicts."""
+        write_atomically(self.state, lambda f: torch.save(state, f))
+
+    def load(self, device="cpu"):
+        """The last checkpoint, or None where the run was killed before its first. Forgets metrics of steps after it."""
+        if not self.state.exists():
+            state, step = None, 0
+        else:
+            try:
+                state = torch.load(self.state, map_location=device, weights_only=True)
+                step = state["step"]
+            except Exception as e:
+                die(f"{self.state}: not a readable checkpoint ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
+        if self.metrics.exists():
+            kept = []
+            for line in self.metrics.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except (json.JSONDecodeError, KeyError):       # the line that was being written when the run was killed
+                    pass
+            write_atomically(self.metrics, "".join(kept).encode())
+        return state
+
+
+def write_atomically(path, content):
+    """content: bytes, or a function that writes to an open binary file. The name appears, or changes, only when all is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as f:
+        f.write(content) if isinstance(content, bytes) else content(f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------- Ctrl-C
+class StopOnInterrupt:
+    """The first Ctrl-C (or SIGTERM) asks the loop to finish its step and save; the second one ends at once."""
+    def __init__(self):
+        self.asked = False
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self.ask)
+
+    def ask(self, number, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nstopping: this step is finished and saved first (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)

@@ -1,0 +1,541 @@
+"""Scenarios, and the scripted user: the environment a policy practises on.
+
+The scripted user is a transparent appraisal in pure Python: no model, no dice, the same reply always moves it the same
+way, and it says why. What it gives is the rule score of a scripted user, not empathy: it counts cues, and a policy that
+learns to please it has learned to please these rules. All words and weights are in data/user_tables.json. Left out on
+purpose: meaning, memory beyond the dialogue, any language but English. The frame (start, range, endings) follows
+SAGE / RLVER; how a reply is appraised is our own reconstruction.
+
+    python simulator.py check data/scenarios.jsonl        every bad row, as file:line: field: what is wrong
+    python simulator.py talk --scenario train-advice-01   you are the supporter; watch the emotion move, and why
+"""
+import argparse
+import difflib
+import hashlib
+import json
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+
+INTENTS = ("analysis", "reflection", "perspective", "advice", "listening", "empathy", "no_fault", "praise")
+SPLITS = ("train", "dev", "heldout")
+STAGES = ("heard", "understood", "helped")           # be heard, be understood, be helped
+DYNAMICS = {"sage": (40, 10), "rlver": (30, 1)}       # first emotion; the dialogue fails below the second number
+DATA = Path(__file__).resolve().parent / "data"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who the user is; never changes during a dialogue. intent, hidden_need and feelings are never shown to a policy."""
+    id: str; split: str; intent: str; persona: str; background: str; hidden_need: str; opening: str
+    facts: list[str]; feelings: list[str]; people: list[str]; language: str; source: str           
+
+
+@dataclass
+class UserTurn:
+    """What the user did after one reply. change == round(sum(parts.values())), clamped to [-10, 10]."""
+    text: str                   # the user's next line; a goodbye when done
+    emotion: int                # 0..100, after the change
+    change: int                 # -10..10
+    thought: str                # one line saying why
+    done: bool
+    why: str                    # "" while going on, else "success" | "failure" | "goodbye"
+    failed: bool                # the user itself broke (a model, a server): never, for a scripted one
+    parts: dict[str, float]     # points: what registered (+) and what hurt (-)
+
+
+@dataclass
+class Appraisal:
+    """One reply, appraised. seen: how far each thing showed, 0..1; parts: the points that came of it; change: their sum."""
+    change: int
+    parts: dict[str, float]
+    seen: dict[str, float] = field(default_factory=dict)
+
+
+def die(message):
+    """Ends the program with one line on stderr and exit code 2: for a user's mistake, never for a bug."""
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------- scenario files
+
+def row_problem(row):
+    """The first thing wrong with a parsed row, as "field 'x': what is wrong"; "" for a good row."""
+    if not isinstance(row, dict):
+        return "the line is not a JSON object"
+    ours = row.get("source") == "nanoempathy"         # our own rows promise more than rows made from other data
+    for f in fields(Scenario):
+        value = row.get(f.name)
+        if f.name not in row:
+            return f"field '{f.name}': missing"
+        if f.type is str and not (isinstance(value, str) and value.strip()):
+            return f"field '{f.name}': must be a non-empty string, not {json.dumps(value)[:40]}"
+        if f.type is not str:
+            may_be_empty = f.name in ("feelings", "people") and not ours
+            if not isinstance(value, list) or not (value or may_be_empty) or not all(isinstance(v, str) and v.strip() for v in value):
+                return f"field '{f.name}': must be a list of non-empty strings, not {json.dumps(value)[:40]}"
+    known = [f.name for f in fields(Scenario)]
+    for name in row:
+        if name not in known:
+            return f"field '{name}': unknown; the fields are {', '.join(known)}"
+    for name, allowed in (("intent", INTENTS), ("split", SPLITS)):
+        if row[name] not in allowed:
+            return f"field '{name}': '{row[name]}' is not one of {', '.join(allowed)}"
+    if ours and not 4 <= len(row["facts"]) <= 6:
+        return f"field 'facts': {len(row['facts'])} facts; a nanoempathy row has 4 to 6"
+    for feeling in row["feelings"] if ours else []:
+        if feeling not in TABLES["feelings"]:
+            return f"field 'feelings': '{feeling}' is not one of {', '.join(TABLES['feelings'])}"
+    return ""
+
+
+def check_file(path):
+    """Reads a scenario file (JSON Lines, UTF-8). Returns (good scenarios, problems); a problem reads file:line: field 'x': ..."""
+    path, good, problems, first_line = Path(path), [], [], {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        return [], [f"{path}: cannot be read ({error.strerror}); give the path of a scenario file"]
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8"))
+            problem = row_problem(row)
+        except UnicodeDecodeError:
+            problem = "not UTF-8; save the file as UTF-8"
+        except (ValueError, RecursionError) as error:
+            problem = f"broken JSON: {error}"
+        if not problem and row["id"] in first_line:
+            problem = f"field 'id': '{row['id']}' was used before, on line {first_line[row['id']]}"
+        if problem:
+            problems.append(f"{path.name}:{number}: {problem}")
+        else:
+            first_line[row["id"]] = number
+            good.append(Scenario(**row))
+    if not good and not problems:
+        problems.append(f"{path.name}:1: the file is empty; one JSON object a line is expected")
+    return good, problems
+
+
+def load_scenarios(path, split=None):
+    """All scenarios of a file, or those of one split. The first bad row, or no row at all, ends the program (exit code 2)."""
+    scenarios, problems = check_file(path)
+    if problems:
+        die(problems[0])
+    chosen = [s for s in scenarios if split in (None, s.split)]
+    if not chosen:
+        die(f"{Path(path).name}: no scenario of split '{split}'; it has {', '.join(sorted({s.split for s in scenarios}))}")
+    return chosen
+
+
+# ---------------------------------------------------------------- reading English, roughly
+
+TABLES = json.loads((DATA / "user_tables.json").read_text(encoding="utf-8"))
+STOP = frozenset(" ".join(TABLES["stop"]).split())              # function words and words too thin to count as content
+LETTERS = frozenset(" ".join(TABLES["letters"]).split())        # letter triples that English uses, ^ and $ for the ends of a word
+IRREGULAR = {form: base for base, forms in TABLES["irregular"].items() for form in forms.split()}
+CLASH = re.compile("|".join(TABLES["clash"]))         # pairs of function words that English does not put side by side
+FLIP = {"my": "your", "our": "your", "i": "you", "me": "you", "we": "you", "i'm": "you're", "i'd": "you'd", "i've": "you've", "mine": "yours", "am": "are"}
+
+
+def words(text):
+    """Lower-case words: words("Mum's OLD car, sold!") == ["mum's", "old", "car", "sold"]."""
+    return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+", text.lower().replace("\u2019", "'"))
+
+
+def sentences(text):
+    """Sentences with their end marks: sentences("No. Why? Go") == ["No.", "Why?", "Go"]."""
+    return [s.strip() for s in re.findall(r"[^.!?\n]+[.!?]*", text) if s.strip()]
+
+
+@lru_cache(maxsize=50_000)
+def stem(word):
+    """A crude stem that joins the forms of a word: sold, sells, selling -> sell; worries, worried -> worr."""
+    word = IRREGULAR.get(word.split("'")[0], word.split("'")[0])
+    for ending in ("ingly", "edly", "ings", "ing", "ies", "ied", "ed", "es", "ly", "s"):
+        if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
+            word = word[: -len(ending)]
+            if len(word) > 3 and word[-1] == word[-2] and word[-1] not in "ls":
+                word = word[:-1]                      # stopp -> stop
+            break
+    return word.rstrip("eyi") if len(word) > 3 else word
+
+
+def content(text):
+    """The content words of a text, as stems: content("She sold the violin") == ["sell", "violin"]."""
+    return [stem(w) for w in words(text) if w not in STOP and len(w) > 2]
+
+
+@lru_cache(maxsize=2_000)
+def _pattern(cue):
+    return re.compile(rf"(?<![\w'])(?:{cue})(?![\w'])")
+
+
+def _find(cues, text):
+    """The first match of any cue in a lower-case text, or None."""
+    return next((match for cue in cues if (match := _pattern(cue).search(text))), None)
+
+
+@lru_cache(maxsize=20_000)
+def cues(reply):
+    """The cues of a reply, by part: {"praise": [(sentence number, its first three words, strength)], ...}."""
+    found = {part: [] for part in TABLES["parts"]}
+    for number, sentence in enumerate(sentences(reply.lower().replace("\u2019", "'"))):
+        for part, tiers in TABLES["parts"].items():
+            for tier, strength in (("strong", 1.0), ("weak", 0.5)):
+                if match := _find(tiers[tier], sentence.rstrip(".!?")):
+                    found[part].append((number, " ".join(match.group().split()[:3]), strength))
+                    break
+    return found
+
+
+@lru_cache(maxsize=20_000)
+def families(text):
+    """The feeling families that a text names: families("so worried and alone") == {"anxious", "lonely"}."""
+    spaced = f" {' '.join(words(text))} "
+    return frozenset(family for family, names in TABLES["feelings"].items() if any(f" {name} " in spaced for name in names))
+
+
+# ---------------------------------------------------------------- what shows in a reply
+
+def ground(said, earlier):
+    """What each of the user's content words is worth to a reply: 1 in the last line, less in older ones, less once used."""
+    worth = {}
+    for age, line in enumerate(reversed(said)):
+        for word in content(line):
+            worth.setdefault(word, (1.0, 0.6, 0.35)[min(age, 2)])
+    used = {word for reply in earlier for word in content(reply)}
+    return {word: value * (0.45 if word in used else 1.0) for word, value in worth.items()}
+
+
+def look(reply, said, earlier=(), feelings=(), people=()):
+    """How far each good thing shows in a reply, 0..1, "grounding" among them. Pure: the same texts give the same numbers.
+
+    A cue counts as far as its sentence, or the one beside it, speaks of what the user said; and half as much each time it
+    was used before (habituation), so that no phrase pays twice.
+    """
+    worth, lines = ground(said, earlier), [s.lower().replace("\u2019", "'") for s in sentences(reply)]
+    own = [sum(worth.get(w, 0) for w in set(content(line))) for line in lines]        # grounding of each sentence
+    near = [g + 0.5 * max(own[max(0, i - 1): i] + own[i + 1: i + 2], default=0) for i, g in enumerate(own)]
+    needed = min(2.0, max(1.0, 0.35 * len(set(content(said[-1])))))
+    seen = {"grounding": min(1.0, sum(worth.get(w, 0) for w in set(content(reply))) / needed) ** 0.5}
+    questions = [i for i, line in enumerate(lines) if line.endswith("?")]
+    before = [cues(old) for old in earlier]
+    others = set(TABLES["others"]) | {w for person in people for w in words(person) if w not in STOP} & set(words(" ".join(said)))
+
+    for part, hits in cues(reply).items():
+        seen[part] = 0.0
+        for i, cue, strength in hits:
+            value = 0.5 ** sum(any(old[1] == cue for old in past[part]) for past in before) * strength * min(1.0, 0.25 + 0.75 * near[i])
+            if part == "perspective" and not others & set(words(lines[i])):
+                continue                                                              # no other person in it
+            if part == "reflection" and questions != [i]:
+                continue                                                              # it takes one question, alone
+            if part == "reflection" and not _find(TABLES["inward"], lines[i]):
+                value *= 0.35                                                         # a question about facts is not inward
+            if part == "praise":
+                value *= min(1.0, near[i]) if re.search(r"\b(you|that|took)", lines[i]) else 0.0
+            if part == "both_sides":
+                value *= min(1.0, near[i] / 1.5)                                      # there must be two things to weigh
+            seen[part] = max(seen[part], value)
+
+    seen["open_question"] = 0.0
+    if len(questions) == 1:
+        line = lines[questions[0]]
+        opener = re.search(rf"(?<![\w'])({'|'.join(TABLES['open_words'])})(?![\w'])(\W+[\w']+)?", line)
+        if opener and not _find(TABLES["empty_openers"], line):
+            used = sum(opener.group() in old.lower() for old in earlier)
+            seen["open_question"] = 0.5 ** used * min(1.0, 0.25 + 0.75 * near[questions[0]])
+
+    told = max((g for i, g in enumerate(own) if i not in questions and len(words(lines[i])) >= 8), default=0.0)
+    seen["listening"] = min(1.0, 0.6 * seen["listening"] + 0.5 * min(1.0, told / 1.5))   # to stay is one half, to reflect the other
+    if seen["advice"] > 0.3:
+        seen["listening"] = 0.0
+    elif questions or len(words(reply)) > 40:
+        seen["listening"] *= 0.7
+
+    right = [f for f in feelings if f in TABLES["feelings"]] or sorted(frozenset().union(*map(families, said)))
+    related = {near_by for f in right for near_by in TABLES["related"][f]}
+    seen["feeling"] = 0.0
+    for i, line in enumerate(lines):
+        named, spoken = families(line), set(words(line))
+        match = 1.0 if named & set(right) else 0.6 if named & related else 0.4 if named and not right else 0.0
+        if match < 0.7 and spoken & {"you", "your", "you'd", "you're"} and _find(TABLES["felt"], line):
+            match = 0.7                                                               # what it was like, without the word for it
+        elif not match and spoken & set(TABLES["distress"]):
+            match = 0.3
+        because = own[i] >= 1.0 and _find(TABLES["link"], line)                       # a bare label is worth less than a label with its reason
+        names = {n for f in named for n in TABLES["feelings"][f]} & spoken
+        used = sum(bool(names & set(words(old))) for old in earlier)
+        seen["feeling"] = max(seen["feeling"], match * (1.0 if because else 0.45) * 0.5 ** used * min(1.0, 0.4 + 0.4 * near[i]))
+    return seen
+
+
+def _runs(tokens, size):
+    return {tuple(tokens[i: i + size]) for i in range(len(tokens) - size + 1)}
+
+
+# ---------------------------------------------------------------- what hurts
+
+@lru_cache(maxsize=50_000)
+def odd(word):
+    """Whether a word can hardly be English: no vowel, one letter three times, mostly unheard-of letter triples."""
+    word = word.split("'")[0]
+    if not word.isascii() or re.search(r"(.)\1\1", word) or len(word) > 18:
+        return True
+    triples = [f"^{word}$"[i: i + 3] for i in range(len(word))]
+    return len(word) > 3 and not word.isdigit() and (not re.search("[aeiouy]", word) or sum(t not in LETTERS for t in triples) > 0.5 * len(triples))
+
+
+def brokenness(reply, said=()):
+    """0 for running English, towards 1 for word salad: odd spellings, doubled words, clashing pairs, few function words, loops."""
+    tokens, known = words(reply), STOP | set(words(" ".join(said)))
+    total = len(tokens)
+    if total < 4:
+        return 0.0
+    strange = sum(odd(w) for w in tokens if w not in known)
+    doubled = sum(a == b and a not in TABLES["doubles_ok"] for a, b in zip(tokens, tokens[1:]))
+    clauses = [words(clause) for clause in re.split(r"[.!?,;:\n\"()-]+", reply)]
+    clashes = bool(re.search(TABLES["dangling"], reply.lower())) + sum(bool(CLASH.fullmatch(f"{a} {b}")) for clause in clauses for a, b in zip(clause, clause[1:]))
+    bare = max(0.0, 0.3 - sum(w in STOP for w in tokens) / total) if total >= 6 else 0.0
+    loop = max(0.0, 0.6 - len(set(tokens)) / total) if total >= 10 else 0.0
+    return min(1.0, (3 * strange + 4 * doubled + 5 * clashes) / total + 3 * bare + 2 * loop)
+
+
+def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
+    """How far each fault shows in a reply, 0..1; only the faults that show. early: advice now would come before listening."""
+    low, tokens, told = reply.lower().replace("\u2019", "'"), words(reply), " ".join(said).lower().replace("\u2019", "'")
+    total, names = len(tokens), [f for f in feelings if f in TABLES["feelings"]]
+    found = {name: float(bool(_find(TABLES[name], low))) for name in ("dismissal", "flattery", "pleading")}
+    found["formula"] = max(0.0, 1 - seen["grounding"] / 0.5) if _find(TABLES["formula"], low) else 0.0
+    found["too_short"] = {0: 1.0, 1: 1.0, 2: 0.75, 3: 0.75}.get(total, 0.0)
+    found["too_long"] = min(1.0, 0.3 + (total - 60) / 60) if total > 60 else 0.0
+    found["cut_off"] = float(cut)
+    found["gibberish"] = brokenness(reply, said)
+    letters = [c for c in low if c.isalpha()]
+    found["other_script"] = min(1.0, 3 * sum(not ("a" <= c <= "z" or "\u00c0" <= c <= "\u024f") for c in letters) / max(1, len(letters)))
+    found["markup"] = min(1.0, 0.5 * sum(bool(re.search(p, reply)) for p in TABLES["markup"]))
+    found["forged_role"] = float(any(re.search(p, low) for p in TABLES["forged_role"]))
+    found["many_questions"] = min(1.0, max(0, reply.count("?") - 1) / 3)
+
+    mirrored = [FLIP.get(w, w) for w in tokens]                                       # "my sister" said back as "your sister" is copied too
+    lines = [[FLIP.get(w, w) for w in words(line)] for line in said]
+    longest = next((n for n in range(12, 4, -1) if any(_runs(mirrored, n) & _runs(line, n) for line in lines)), 0)
+    found["copying"] = min(1.0, (longest - 3) / 6) if longest else 0.0
+    found["repetition"] = max((_alike(tokens, words(old)) for old in earlier), default=0.0)
+
+    # Role swap: "my X", "I did X" where X is the user's; or a feeling of its own ("I'm so lonely"), unless it is for the user.
+    def owned(text):
+        mine = re.findall(r"\b(?:my|our) (?:\w+ )??(\w+)", text) + re.findall(r"\bi(?:'ve|'d| have| had| was)? (\w{4,})", text)
+        return {stem(w) for w in mine if w not in STOP}
+    felt = re.search(r"\bi(?:'m| am| feel| felt| was)(?: so| very| really)? (\w+)\b(.{0,20})", low)
+    own_feeling = felt and families(felt.group(1)) and not any(ok in felt.group() for ok in TABLES["own_feeling_ok"])
+    selfish = sum(w in FLIP for w in tokens) >= 4 and sum(w in FLIP for w in tokens) > 2 * sum(w.startswith("you") for w in tokens)
+    found["role_swap"] = 1.0 if owned(told) & owned(low) or own_feeling else 0.5 * selfish
+
+    plain = sum(w not in STOP for w in tokens) / max(1, total)
+    chain = max((run.count(",") for run in re.findall(r"(?:\w+, ){3,}\w+", low)), default=0)
+    many = len({w for w in tokens if families(w)})
+    found["stuffing"] = min(1.0, max((plain - 0.68) * 5 if total >= 5 else 0.0, (chain - 2) / 3, (many - 4) / 3, 0.0))
+    found["early_advice"] = seen["advice"] if early and seen["advice"] > 0.5 else 0.0
+    frame = TABLES["cheerful_frame"].replace("{}", f"({'|'.join(TABLES['cheerful'])})")
+    found["cheerful"] = float(bool("proud" not in names and seen["praise"] <= 0.3 and re.search(rf"\b{frame}\b", low)))
+    ascribed = {f for match in re.finditer(TABLES["ascribed"], low) for f in families(match.group(match.lastindex))}
+    fitting = {f for name in names for f in (name, *TABLES["related"][name])}
+    found["wrong_feeling"] = float(bool(ascribed and names and not ascribed & fitting))
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _alike(tokens, old):
+    """How far a reply repeats an older one, 0..1: the same three words in a row, the same first words, the same template."""
+    def share(a, b, size):
+        return len(_runs(a, size) & _runs(b, size)) / max(1, len(_runs(a, size)))
+    frame, old_frame = ([w if w in STOP else "_" for w in t] for t in (tokens, old))
+    start = 0.15 if len(tokens) >= 4 and tokens[:3] == old[:3] else 0.0
+    return min(1.0, max(0.0, 1.5 * share(tokens, old, 3) - 0.2, 1.2 * share(frame, old_frame, 5) - 0.3) + start)
+
+
+# ---------------------------------------------------------------- the appraisal
+
+def appraise(reply, said, intent, stage, earlier=(), feelings=(), people=(), cut=False):
+    """How one reply moves a user: a pure function, our own reconstruction (the sources ask a large model instead).
+
+    reply: what the supporter said; said: the user's lines so far, oldest first; intent: one of INTENTS; stage: one of
+    STAGES; earlier: the supporter's replies before this one; feelings, people: of the scenario, may be empty (feelings are
+    then read off `said`); cut: the reply ran out of tokens. Returns an Appraisal, change == clamp(round(sum(parts)), -10, 10).
+    The rules: a gain is weight x what shows x grounding; the best three count; without the intent's key part their sum is
+    capped low; grave faults also spoil the gains; hurts are subtracted; something is expected of every reply.
+    """
+    reply, earlier, said = reply.strip(), list(earlier), list(said) or [""]
+    weights, key_part = TABLES["weights"][intent][stage], TABLES["weights"][intent]["key"]
+    heard = re.match(r"(?:\S+\s*){0,60}", reply).group()                              # nobody takes in more than 60 words
+    seen = look(heard, said, earlier, feelings, people)
+    faults = hurts(reply, said, seen, stage == "heard" and weights["advice"] >= 0, earlier, feelings, cut)
+    piled = sum(seen[table["key"]] > 0.5 for table in TABLES["weights"].values() if table["key"] not in ("feeling", "listening"))
+    whole = seen["grounding"] * (1.0 - max(faults.get(name, 0.0) for name in TABLES["grave"])) * 2 / max(2, piled)   # everything at once is nothing
+    gains = {part: weight * seen[part] * whole for part, weight in weights.items() if weight > 0}
+    best = dict(sorted(gains.items(), key=lambda item: -item[1])[:3])
+    limit = TABLES["cap"][stage] + TABLES["cap"]["per_key"] * seen[key_part] * whole
+    scale = min(1.0, limit / max(1e-9, sum(best.values())))
+    parts = {"expectation": TABLES["expectation"][stage]} | {part: points * scale for part, points in best.items()}
+    parts |= {part: weight * seen[part] for part, weight in weights.items() if weight < 0 and seen[part] > 0.2}
+    parts |= {name: -TABLES["hurts"][name] * value for name, value in faults.items()}
+    parts = {name: round(points, 2) for name, points in parts.items() if abs(points) >= 0.05}
+    return Appraisal(max(-10, min(10, round(sum(parts.values())))), parts, seen | faults)
+
+
+def explain(parts, change):
+    """The thought in plain words: the strongest good thing, the strongest bad one, and the change."""
+    told, best, worst = TABLES["thoughts"], max(parts, key=parts.get), min(parts, key=parts.get)
+    good = told[best] if parts[best] > 0 else ""
+    bad = told["unwanted"] if worst in TABLES["parts"] else told[worst]
+    if worst == "expectation" and good:
+        bad = told["faint"] if change < 2 else ""
+    text = ", but ".join(filter(None, (good, bad)))
+    return f"{text[:1].upper()}{text[1:]}. ({change:+d})"
+
+
+# ---------------------------------------------------------------- the user
+
+class ScriptedUser:
+    """One user in one dialogue. Plain attributes, so it can be copied and pickled; wording is chosen by a hash, never by dice."""
+
+    def __init__(self, scenario, state=None, dynamics="sage", max_turns=8):
+        """state: how the user interacts, unused so far; dynamics: sage (from 40, fails below 10) or rlver (from 30, fails at 0)."""
+        if dynamics not in DYNAMICS:
+            die(f"--dynamics '{dynamics}' is not one of {', '.join(DYNAMICS)}")
+        self.scenario, self.state, self.max_turns, self.opening = scenario, state, max_turns, scenario.opening
+        self.emotion, self.floor = DYNAMICS[dynamics]
+        self.said, self.replies = [scenario.opening], []
+        self.told, self.progress, self.hurt_in_a_row, self.done = 0, 0.0, 0, False    # told: how many facts are out
+
+    @property
+    def stage(self):
+        """Being heard must be earned: stages count replies that were understood (a lukewarm one counts half), not turns."""
+        return STAGES[(self.progress >= 1) + (self.progress >= 3)]
+
+    def respond(self, reply, cut=False):
+        """Appraises one reply and says the next line. cut: the reply hit its token budget. ValueError once the dialogue is over."""
+        if self.done:
+            raise ValueError("this dialogue is over: start a new user")
+        s, stage = self.scenario, self.stage
+        result = appraise(reply, self.said, s.intent, stage, self.replies, s.feelings, s.people, cut)
+        self.emotion = max(0, min(100, self.emotion + result.change))
+        mood = "understood" if result.change >= 2 else "neutral" if result.change >= -1 else "hurt"
+        self.replies.append(reply)
+        self.progress += {"understood": 1.0, "neutral": 0.5, "hurt": 0.0}[mood]
+        self.hurt_in_a_row = self.hurt_in_a_row + 1 if mood == "hurt" else 0
+        last = len(self.replies) >= self.max_turns
+        why = ("success" if self.emotion >= 100 else "failure" if self.emotion < self.floor else
+               "goodbye" if last and not 25 <= self.emotion < 70 or self.emotion < 10 and self.hurt_in_a_row >= 3 else "")
+        text = self._speak(mood, stage, why)
+        self.said.append(text)
+        self.done = bool(why)
+        return UserTurn(text, self.emotion, result.change, explain(result.parts, result.change), self.done, why, False, result.parts)
+
+    def _speak(self, mood, stage, why):
+        """The next line: a bridge that shows the mood, then a new fact; hurt users stay with what they told already."""
+        thing = self._thing()
+        if why:
+            return self._pick(TABLES["thanks" if self.emotion >= 70 else "leaves"]).format(thing)
+        bridge = self._pick(TABLES["bridges"][mood][stage] if mood == "understood" else TABLES["bridges"][mood])
+        if mood != "hurt" and self.told < len(self.scenario.facts):
+            self.told += 1
+            return f"{bridge} {self.scenario.facts[self.told - 1]}"
+        return f"{bridge} {self._pick(TABLES['withheld' if mood == 'hurt' else 'elaborate']).format(thing)}"
+
+    def _pick(self, options):
+        """One option not used yet, by a hash of scenario, turn and emotion: varied, yet always the same."""
+        def used(option):
+            return any(all(piece in line for piece in option.split("{}")) for line in self.said)
+        fresh = [option for option in options if not used(option)] or options
+        key = f"{self.scenario.id}|{len(self.replies)}|{self.emotion}|{len(options)}"
+        return fresh[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(fresh)]
+
+    def _thing(self):
+        """Something concrete to stay with: a noun phrase out of what was told already ("my sister", "the violin"), or a person."""
+        told = [self.scenario.opening] + self.scenario.facts[: self.told]
+        phrases = [m.group().split() for line in told for m in re.finditer(TABLES["noun"], line.lower())]
+        nouns = [" ".join(["the" if p[0] in ("a", "an") else p[0], *p[1:]]) for p in phrases if not STOP & set(p[1:])]
+        people = [p for p in self.scenario.people if p.lower() in " ".join(told).lower()]
+        longest = max((w for w in words(" ".join(told)) if w not in STOP), key=len, default="matter")
+        return self._pick(list(dict.fromkeys(nouns + people)) or [f"that {longest}"])
+
+
+class ScriptedUsers:
+    """The population of users that rollout.py talks to: start one per dialogue, answer a batch of replies."""
+
+    def __init__(self, dynamics="sage", max_turns=8):
+        self.dynamics, self.max_turns = dynamics, max_turns
+
+    def start(self, scenario, state=None):
+        """A new user for one dialogue."""
+        return ScriptedUser(scenario, state, self.dynamics, self.max_turns)
+
+    def respond(self, users, replies, cuts):
+        """One UserTurn per user. Users are objects, so dropping finished ones can never swap two of them."""
+        if not len(users) == len(replies) == len(cuts):
+            raise ValueError(f"{len(users)} users, {len(replies)} replies, {len(cuts)} cuts: one of each per dialogue")
+        return [user.respond(reply, cut) for user, reply, cut in zip(users, replies, cuts)]
+
+
+# ---------------------------------------------------------------- command line
+
+def check(paths):
+    """Prints counts and every bad row of each file. Returns the exit code: 1 when any row is bad."""
+    total = 0
+    for path in paths:
+        scenarios, problems = check_file(path)
+        counts = ", ".join(f"{intent} {sum(s.intent == intent for s in scenarios)}" for intent in INTENTS)
+        print(f"{path}: {len(scenarios)} good, {len(problems)} bad; {counts}", *problems, sep="\n  ")
+        total += len(problems)
+    return int(total > 0)
+
+
+def talk(scenario, dynamics, turns):
+    """A person is the supporter: prints the user's lines, the emotion, the thought and the named parts after every reply."""
+    user = ScriptedUser(scenario, dynamics=dynamics, max_turns=turns)
+    print(f"You are the supporter. What moves is the rule score of a scripted user, not empathy. Ctrl-C ends.\n\n[{user.emotion:3d}] {user.opening}")
+    for _ in range(turns):
+        try:
+            turn = user.respond(input("you > "))
+        except (EOFError, KeyboardInterrupt):
+            break
+        print(f"      {turn.thought}\n      " + "  ".join(f"{name} {points:+.1f}" for name, points in turn.parts.items()))
+        print(f"[{turn.emotion:3d}] {turn.text}" + (f"\n({turn.why})" if turn.done else ""))
+        if turn.done:
+            break
+    print(f"\nIt ended at {user.emotion}. {scenario.hidden_need} (hidden intention: {scenario.intent})")
+
+
+def main(argv=None):
+    """Entry point of `python simulator.py`; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Scenarios and the scripted user of nanoempathy.")
+    modes = parser.add_subparsers(dest="mode", required=True, metavar="check | talk")
+    mode = modes.add_parser("check", help="validate scenario files: prints every bad row, exit code 1 if there is one")
+    mode.add_argument("files", nargs="+", metavar="FILE", help="scenario file, JSON Lines, UTF-8")
+    mode = modes.add_parser("talk", help="be the supporter in the terminal; see the emotion move, and why")
+    mode.add_argument("--file", default=str(DATA / "scenarios.jsonl"), help="scenario file (default: data/scenarios.jsonl)")
+    mode.add_argument("--scenario", metavar="ID", help="which user to talk to (default: --seed chooses)")
+    mode.add_argument("--seed", type=int, default=0, help="chooses the user when no --scenario is given (default 0)")
+    mode.add_argument("--dynamics", choices=sorted(DYNAMICS), default="sage", help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default sage)")
+    mode.add_argument("--turns", type=int, default=8, help="how many replies you have, at least 1 (default 8)")
+    args = parser.parse_args(argv)
+    if args.mode == "check":
+        return check(args.files)
+    if args.turns < 1:
+        die("--turns must be at least 1")
+    scenarios = load_scenarios(args.file)
+    by_id = {s.id: s for s in scenarios}
+    if args.scenario and args.scenario not in by_id:
+        die(f"--scenario '{args.scenario}' is not in {Path(args.file).name}; the nearest is '{difflib.get_close_matches(args.scenario, by_id, 1, 0)[0]}'")
+    talk(by_id[args.scenario] if args.scenario else scenarios[args.seed % len(scenarios)], args.dynamics, args.turns)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

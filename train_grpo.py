@@ -1,0 +1,297 @@
+"""
+GRPO on a simulated user's emotion, whole algorithm top to bottom: talk, score, compare within the group, step.
+
+Against PPO it drops the value function: the baseline is the mean of K dialogues of the same scenario. Against the GRPO
+paper it drops the KL term (off by default), the division by each answer's length (a constant denominator instead, so that
+length is not rewarded), and by default the division by the group's std below a floor.
+
+    python train_grpo.py                          laptop: SmolLM2-135M, cold start, then RL; about 20 minutes on 2 cores
+    python train_grpo.py --preset gpu             Qwen2.5-0.5B-Instruct on one GPU
+    python train_grpo.py --resume runs/grpo       go on, bit for bit
+"""
+import json
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import evaluate
+from model import die, load, pick_device, pick_dtype, resolve, save, token_logprobs
+from rollout import Chat, collate, micro_batches, rollout, transcript
+from rubric import REWARDS, score
+from rundir import Flags, RunDir, StopOnInterrupt, positive
+from simulator import ScriptedUsers, load_scenarios
+from train_sft import cold_start, load_demonstrations
+
+# ---------------------------------------------------------------------------------------------- flags
+PRESETS = {   # every flag on the command line overrides its preset
+    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=14, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
+                   temperature=0.8, lr=5e-5, train_layers=15, credit="turn", tokens_per_microbatch=4096),
+    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128,
+                temperature=1.0, lr=1e-6, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
+}
+p = Flags(description=__doc__)
+p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
+p.add_argument("--run", default="runs/grpo", help="folder of this run; must not exist (default: %(default)s)")
+p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
+p.add_argument("--seed", type=int, default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
+p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+# ---- model
+p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
+p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
+p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
+p.add_argument("--train_layers", type=int, help="* train the upper N layers, freeze the rest; 0 = train everything")
+# ---- rollout
+p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
+p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
+p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
+p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; the advantage compares them")
+p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
+p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply")
+p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
+p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
+# ---- reward and advantage
+p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
+p.add_argument("--credit", choices=["trajectory", "turn"], help="* trajectory: one advantage a dialogue (RLVER); turn: discounted emotion changes, one a reply (MICA's G_t)")
+p.add_argument("--gamma", type=float, default=0.85, help="discount per turn of --credit turn (default: %(default)s, MICA)")
+p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this) (default: %(default)s, in reward units)")
+# ---- loss and optimiser
+p.add_argument("--steps", type=positive(int), help="* optimiser steps, of groups x group_size new dialogues each")
+p.add_argument("--lr", type=positive(float), help="* learning rate of AdamW")
+p.add_argument("--clip_low", type=positive(float), default=0.2, help="ratio clip below 1 (default: %(default)s)")
+p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio clip above 1 (default: %(default)s, clip-higher)")
+p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
+p.add_argument("--kl", type=float, default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy (default: %(default)s, no copy)")
+p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
+p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
+# ---- output
+p.add_argument("--eval_every", type=positive(int), default=4, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
+p.add_argument("--save_every", type=positive(int), default=4, help="steps between checkpoints (default: %(default)s)")
+p.add_argument("--final_repeats", type=int, default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
+
+
+# ---------------------------------------------------------------------------------------------- advantages
+def trajectory_advantages(rewards, group_size, floor):
+    """GRPO: (r - mean) / max(std, floor) within each group, every turn of a dialogue alike.
+
+    rewards: list of rubric.Reward or None (its user failed: advantage 0, and out of the group's mean). -> list of lists
+    over turns, and the share of groups whose rewards are all equal (they contribute exactly 0).
+    """
+    advantages, flat = [], 0
+    for g in range(0, len(rewards), group_size):
+        group = rewards[g:g + group_size]
+        totals = np.array([r.total for r in group if r is not None])
+        flat += len(totals) == 0 or np.ptp(totals) == 0
+        for r in group:
+            a = 0.0 if r is None or np.ptp(totals) == 0 else (r.total - totals.mean()) / max(totals.std(), floor)
+            advantages.append([] if r is None else [float(a)] * len(r.turns))
+    return advantages, flat / (len(rewards) // group_size)
+
+
+def turn_advantages(rewards, group_size, floor, gamma):
+    """Turn-level credit: returns G_t = sum_k>=t gamma^(k-t) r_k of the emotion changes, compared within the group at the same
+    turn index: (G_t - mean_t) / max(std_t, floor). A turn that one dialogue alone reached gets 0. Same returns as above."""
+    advantages, flat = [], 0
+    for g in range(0, len(rewards), group_size):
+        returns = []
+        for r in rewards[g:g + group_size]:
+            G, future = [], 0.0
+            for change in reversed(r.turns if r is not None else []):
+                future = change + gamma * future
+                G.append(future)
+            returns.append(G[::-1])
+        columns = [np.array([G[t] for G in returns if len(G) > t]) for t in range(max(map(len, returns)))]
+        flat += all(np.ptp(c) == 0 for c in columns)
+        advantages += [[float((x - c.mean()) / max(c.std(), floor)) if np.ptp(c) > 0 else 0.0 for x, c in zip(G, columns)] for G in returns]
+    return advantages, flat / (len(rewards) // group_size)
+
+
+# ---------------------------------------------------------------------------------------------- loss
+def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
+    """Clipped surrogate per policy token, all (N,). -> loss (N,), ratio (N,).
+
+    -min(rho A, clip(rho, 1 - low, 1 + high) A); for A < 0 no less than dual_clip * A, so that one unlucky token whose ratio
+    exploded can't drag the whole step (dual clip). Literal example, A = -1: d loss / d rho is 0 at rho = 0.5 and +1 at rho = 1.5.
+    """
+    ratio = (logp - old).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    surrogate = torch.where(advantage < 0, torch.maximum(surrogate, dual_clip * advantage), surrogate)
+    return -surrogate, ratio
+
+
+def update(args, model, reference, optimizer, chat, episodes, advantages):
+    """One optimiser step on all dialogues. -> metrics over every policy token of the batch."""
+    device = model.model.embed_tokens.weight.device
+    banned = chat.banned.to(device)
+    use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
+    rows = [episodes[i].rows[0] for i in use]
+    # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
+    denominator = len(episodes) * args.max_turns * args.max_new_tokens
+    sums = {k: torch.zeros((), device=device) for k in ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "canary", "ratio")}
+    for index in micro_batches(rows, args.tokens_per_microbatch):
+        ids, source, target, old, row, turn = collate([rows[i] for i in index], device)               # (B, T), then (N,) each
+        advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in zip(row.tolist(), turn.tolist())], device=device)
+        hidden = model(ids).flatten(0, 1)[source]                                                     # (N, D): policy positions only
+        logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)               # (N,), never (B, T, V)
+        loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
+        if reference is not None:
+            with torch.no_grad():
+                d = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)[0] - logp.detach()
+                sums["kl_reference"] += (d.exp() - d - 1).sum()
+            d = d + logp.detach() - logp                   # k3 = e^d - d - 1, d = logp_ref - logp: its gradient pulls the right way
+            loss = loss + args.kl * (d.exp() - d - 1)
+        (loss.sum() / denominator).backward()
+        with torch.no_grad():
+            for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
+                         ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
+                         ("canary", (logp - old).abs())):
+                sums[k] += v.sum()
+    parameters = [q for q in model.parameters() if q.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
+    n = max(sums.pop("tokens"), 1.0)
+    return {**{k: v / n for k, v in sums.items()}, "policy_tokens": int(n), "grad_norm": norm.item()}
+
+
+# ---------------------------------------------------------------------------------------------- set-up
+def main(argv=None):
+    args, given = p.parse(argv)
+    if args.resume:
+        run, saved = RunDir.open(args.resume)
+        if not set(saved) == set(vars(args)) - {"resume"} | {"init"}:
+            die(f"{args.resume}/config.json: not a run of this script")
+        for name in given - {"resume", "steps", "threads"}:
+            if getattr(args, name) != saved[name]:
+                die(f"--resume {args.resume} continues with its own --{name} {saved[name]}; leave --{name} out, or start a new run")
+        args = type(args)(**{**saved, **{k: getattr(args, k) for k in given & {"steps", "threads"}}, "resume": args.resume})
+    device = pick_device()
+    if not args.resume:
+        args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
+        for name, value in PRESETS[args.preset].items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+    dtype = pick_dtype(args.dtype, device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
+    if args.groups > len(train):
+        die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
+    if args.group_size < 2:
+        die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
+    if not args.resume and Path(args.run).exists():
+        die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
+    if args.cold_start != "none":
+        load_demonstrations(args.cold_start)
+    source = resolve(args.model)
+    print(f"preset {args.preset} ({'chosen for ' + device.type if 'preset' not in given and not args.resume else 'given'}): {args.model} on {device}, compute {dtype}")
+    init = Path(args.init) if args.resume else source if args.cold_start == "none" else cold_start(args.model, args.cold_start, device, dtype)
+    if not init.exists():
+        die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
+    config = {k: v for k, v in vars(args).items() if k != "resume"}
+    config["init"] = str(init)
+    run = run if args.resume else RunDir.create(args.run, config)
+    model, tokenizer = load(str(init), dtype, device)
+    model.train_only_upper(args.train_layers)
+    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
+    reference = deepcopy(model).requires_grad_(False) if args.kl > 0 else None
+    parameters = [q for q in model.parameters() if q.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type != "mps")
+    start, best = 0, -1.0
+    state = run.load(device) if args.resume else None
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start, best = state["step"], state["best"]
+        del state
+    count = lambda ps: sum(q.numel() for q in ps)
+    talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
+    print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
+    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then one update")
+    print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
+
+    # ------------------------------------------------------------------------------------------ evaluation
+    def evaluate_dev(step, best):
+        """Score on the dev split; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only."""
+        found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
+        if found["emotion"] > best:
+            best = found["emotion"]
+            save(model, tokenizer, run.path / "best")
+        return found, best
+
+    def checkpoint(step):
+        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best})
+
+    # ------------------------------------------------------------------------------------------ the loop
+    stop = StopOnInterrupt()
+    if start == 0:
+        found, best = evaluate_dev(0, best)
+        run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
+        print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
+    for step in range(start, args.steps):
+        clock = [time.time()]
+        # uniform over scenarios: one seeded shuffle after another, G at a time
+        stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
+        at = step * args.groups % len(train)
+        jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
+            episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+        clock.append(time.time())
+
+        rewards = score(episodes, args.reward)
+        if args.credit == "turn":
+            advantages, flat = turn_advantages(rewards, args.group_size, args.std_floor, args.gamma)
+        else:
+            advantages, flat = trajectory_advantages(rewards, args.group_size, args.std_floor)
+        metrics = update(args, model, reference, optimizer, chat, episodes, advantages)
+        clock.append(time.time())
+        # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
+        limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]
+        if metrics["canary"] > limit:
+            print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
+
+        found = evaluate.summary(episodes)
+        record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "flat_groups": flat, **metrics,
+                  **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
+        last = step + 1 == args.steps or stop.asked
+        if (step + 1) % args.eval_every == 0 or last:
+            found, best = evaluate_dev(step + 1, best)
+            record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
+        clock.append(time.time())
+        seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
+        tokens = sum(len(r.ids) for e in episodes for r in e.rows)
+        run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
+        run.sample(step + 1, "\n\n".join(transcript(e) for e in episodes[::args.group_size]))
+        dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
+        print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
+              f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
+        if (step + 1) % args.save_every == 0 or last:
+            checkpoint(step + 1)
+        if stop.asked:
+            print(f"saved {run.path}; go on with: python train_grpo.py --resume {run.path}")
+            return
+
+    # ------------------------------------------------------------------------------------------ what it learned
+    if args.final_repeats:
+        table = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
+        results = {}
+        for name, folder in table.items():
+            if name == "cold start" and init == source:
+                continue
+            model, _ = load(str(folder), dtype, device)
+            with tqdm(total=len(heldout) * args.final_repeats, desc=f"held-out, {name}", leave=False) as bar:
+                results[name] = evaluate.summary(evaluate.play(model, chat, users, heldout, repeats=args.final_repeats, seed=args.seed, progress=bar, **talk))
+        print(f"\nheld-out, {len(heldout)} scenarios x {args.final_repeats} dialogues, rule score of the scripted user (0-100):")
+        for name, r in results.items():
+            print(f"  {name:14s} {r['emotion']:5.1f}  95 % CI [{r['low']:.1f}, {r['high']:.1f}]  success {r['success']:.0f} %  failure {r['failure']:.0f} %")
+        (run.path / "result.json").write_text(json.dumps(results, indent=1))
+    print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""
+Imitation on demonstration dialogues: the cold start without which a small model's RL first learns only to stop babbling.
+
+Cross-entropy on the supporter's tokens (end of turn included), nothing else: the user's tokens are environment. The same
+pieces, masks and log-probs as in RL, so this file is also the simplest place to see them at work.
+
+    python train_sft.py --out runs/sft            train SmolLM2-135M on data/demonstrations.jsonl
+    (train_grpo.py runs this by itself in the laptop preset, and keeps the result in the user's cache)
+"""
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from model import cache_folder, die, load, pick_device, pick_dtype, resolve, save, token_logprobs
+from rollout import Chat, Row, collate, micro_batches
+from rundir import Flags, positive
+
+DEFAULTS = dict(epochs=2, lr=1e-4, batch=8, train_layers=0, seed=0)
+
+
+# ---------------------------------------------------------------------------------------------- demonstrations
+def load_demonstrations(path):
+    """[[user line, reply, user line, reply, ...], ...] from JSONL rows {"messages": [{"role", "content"}, ...]}.
+
+    Roles alternate, user first, assistant last. SystemExit with file:line: field on the first row that does not fit.
+    """
+    path, dialogues = Path(path), []
+    if not path.is_file():
+        die(f"{path}: no such file of demonstrations")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{path}:{number}"
+        try:
+            messages = json.loads(line)["messages"]
+        except json.JSONDecodeError as e:
+            die(f"{where}: broken JSON ({e.msg})")
+        except (KeyError, TypeError):
+            die(f"{where}: field 'messages': missing")
+        for i, m in enumerate(messages if isinstance(messages, list) else []):
+            role = ("user", "assistant")[i % 2]
+            if not isinstance(m, dict) or m.get("role") != role or not isinstance(m.get("content"), str) or not m["content"].strip():
+                die(f"{where}: field 'messages': message {i + 1} must be {{\"role\": \"{role}\", \"content\": some text}}")
+        if not isinstance(messages, list) or not messages or len(messages) % 2:
+            die(f"{where}: field 'messages': needs a list of user and assistant messages that ends with the assistant's")
+        dialogues.append([m["content"] for m in messages])
+    if not dialogues:
+        die(f"{path}: empty file of demonstrations")
+    return dialogues
+
+
+def demonstration_row(chat, lines):
+    """One training row of a dialogue: the supporter's tokens have mask 1, with their end of turn."""
+    row = Row()
+    row.environment(chat.opening(lines[0]))
+    for i in range(1, len(lines), 2):
+        ids = chat.plain(lines[i].strip()) + [chat.eot]
+        row.policy(ids, [0.0] * len(ids), i // 2)
+        if i + 1 < len(lines):
+            row.environment(chat.between(lines[i + 1]))
+    return row
+
+
+# ---------------------------------------------------------------------------------------------- the loop
+def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, tokens_per_microbatch=4096):
+    """AdamW on the mean negative log-likelihood of policy tokens; the learning rate warms up over 5 steps and falls linearly to 0.
+    -> list of (nats per token) a step. Changes `model` in place."""
+    device = model.model.embed_tokens.weight.device
+    rows = [demonstration_row(chat, d) for d in dialogues]
+    model.train_only_upper(train_layers)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    steps = epochs * -(-len(rows) // batch)
+    losses = []
+    with tqdm(total=steps, desc="imitation", unit="step") as bar:
+        for epoch in range(epochs):
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1000 + epoch)).tolist()
+            for a in range(0, len(rows), batch):
+                part = [rows[i] for i in order[a:a + batch]]
+                count = sum(sum(r.mask) for r in part)     # policy tokens of the whole batch, whatever the micro-batches
+                total = torch.zeros((), device=device)
+                for index in micro_batches(part, tokens_per_microbatch):
+                    ids, source, target, _, _, _ = collate([part[i] for i in index], device)
+                    hidden = model(ids).flatten(0, 1)[source]                                         # (N, D)
+                    logp, _ = token_logprobs(model, hidden, target, chat.banned.to(device))
+                    loss = -logp.sum() / count
+                    loss.backward()
+                    total += loss.detach()
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * min((len(losses) + 1) / 5, 1 - len(losses) / steps)
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                losses.append(total.item())
+                bar.set_postfix(nats_per_token=f"{losses[-1]:.3f}")
+                bar.update()
+    model.requires_grad_(True)
+    return losses
+
+
+def cold_start(name, file, device, dtype, system=None):
+    """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
+    source = resolve(name)
+    stamp = hashlib.sha256()
+    for part in (str(source.resolve()), Path(file).read_bytes(), json.dumps(DEFAULTS), str(dtype), device.type, Path(__file__).read_bytes()):
+        stamp.update(part if isinstance(part, bytes) else part.encode())
+    folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
+    if (folder / "config.json").is_file():
+        print(f"cold start: kept from before, {folder}")
+        return folder
+    dialogues = load_demonstrations(file)
+    print(f"cold start: imitation of {len(dialogues)} dialogues from {file}, once; kept in {folder}")
+    model, tokenizer = load(name, dtype, device)
+    imitate(model, Chat(tokenizer, model.config.vocab), dialogues, **DEFAULTS)
+    save(model, tokenizer, folder)
+    return folder
+
+
+def main():
+    p = Flags(description=__doc__)
+    p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder or .gguf (default: %(default)s)")
+    p.add_argument("--demonstrations", default="data/demonstrations.jsonl", help="JSONL of dialogues (default: %(default)s)")
+    p.add_argument("--out", default="runs/sft", help="HF folder to write (default: %(default)s)")
+    p.add_argument("--epochs", type=positive(int), default=DEFAULTS["epochs"], help="passes over the file (default: %(default)s)")
+    p.add_argument("--lr", type=positive(float), default=DEFAULTS["lr"], help="peak learning rate (default: %(default)s)")
+    p.add_argument("--batch", type=positive(int), default=DEFAULTS["batch"], help="dialogues a step (default: %(default)s)")
+    p.add_argument("--train_layers", type=int, default=DEFAULTS["train_layers"], help="train the upper N layers only; 0 = everything (default: %(default)s)")
+    p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
+    p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+    args, _ = p.parse()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = pick_device()
+    dtype = pick_dtype(args.dtype, device)
+    if Path(args.out).exists():
+        die(f"--out {args.out} exists; give another name or remove it")
+    dialogues = load_demonstrations(args.demonstrations)
+    resolve(args.model)
+    began = time.time()
+    model, tokenizer = load(args.model, dtype, device)
+    print(f"{args.model} on {device}, compute {dtype}; {len(dialogues)} dialogues, {sum(len(d) // 2 for d in dialogues)} replies")
+    losses = imitate(model, Chat(tokenizer, model.config.vocab), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
+    save(model, tokenizer, args.out)
+    print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {args.out}")
+    print(f"next: python evaluate.py run --model {args.out}")
+
+
+if __name__ == "__main__":
+    main()
