@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from model import die, load, pick_device, pick_dtype, resolve
 from rollout import Chat, rollout, transcript
-from rundir import Flags, positive
+from rundir import Flags, positive, record_result
 from simulator import DYNAMICS, INTENTS, SPLITS, ScriptedUsers, load_scenarios, words
 
 NOTE = "rule score of the scripted user, not empathy"
@@ -206,9 +206,12 @@ def run(args):
                 print(f"\n---- {title}\n{transcript(e)}")
     result = summary(episodes)
     print(stopped + "\n" + table(result) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
+    line = {"label": args.label, "model": name, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
+            "max_turns": args.max_turns, "temperature": args.temperature, "note": NOTE, **result}
+    if args.record and not stopped:
+        record_result(args.record, line)
     if args.json:
-        print(json.dumps({"model": name, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
-                          "max_turns": args.max_turns, "temperature": args.temperature, "note": NOTE, **result}))
+        print(json.dumps(line))
     return 130 if stopped else 0
 
 
@@ -225,6 +228,8 @@ def main(argv=None):
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the N best, median and worst dialogues (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="one line of JSON last")
+    p.add_argument("--record", metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
+    p.add_argument("--label", default="", help="a name for the --record line, like 'cold start'")
     # ---- dialogues
     p.add_argument("--scenarios", default="data/scenarios.jsonl", metavar="FILE", help="scenario file (default: %(default)s)")
     p.add_argument("--split", default="heldout", choices=[*SPLITS, "all"], help="which scenarios of it (default: %(default)s)")

@@ -14,8 +14,12 @@ import argparse
 import difflib
 import json
 import os
+import platform
+import shlex
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -128,6 +132,18 @@ def write_atomically(path, content):
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, path)
+
+
+def record_result(path, result):
+    """Append one measured result to a .jsonl file together with what made it: command, commit, machine, versions, date (UTC)."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") if os.path.exists("/proc/cpuinfo") else platform.machine()
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    made = {"command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit or None, "machine": machine,
+            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as f:
+        f.write(json.dumps({**result, **made}) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------- Ctrl-C

@@ -1,11 +1,9 @@
 """Scenarios, and the scripted user: the environment a policy practises on.
 
-The scripted user is a transparent appraisal in pure Python: no model, no dice, the same reply always moves it the same
-way, and it says why. What it gives is the rule score of a scripted user, not empathy: it counts cues, and a policy that
-learns to please it has learned to please these rules. All words and weights are in data/user_tables.json. Left out on
-purpose: meaning, memory beyond the dialogue, any language but English. The frame (start, range, endings) follows
-SAGE / RLVER; how a reply is appraised is our own reconstruction.
-
+The user is a transparent appraisal in pure Python: no model, no dice; the same reply always moves it the same way, and
+it says why. What it gives is the rule score of a scripted user, not empathy: it counts cues, and a policy that learns to
+please it has learned to please these rules (data/user_tables.json). Left out on purpose: meaning, any language but
+English. Start, range and endings follow SAGE / RLVER; how a reply is appraised is our own reconstruction.
     python simulator.py check data/scenarios.jsonl        every bad row, as file:line: field: what is wrong
     python simulator.py talk --scenario train-advice-01   you are the supporter; watch the emotion move, and why
 """
@@ -15,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,7 +28,7 @@ DATA = Path(__file__).resolve().parent / "data"
 class Scenario:
     """Who the user is; never changes during a dialogue. intent, hidden_need and feelings are never shown to a policy."""
     id: str; split: str; intent: str; persona: str; background: str; hidden_need: str; opening: str
-    facts: list[str]; feelings: list[str]; people: list[str]; language: str; source: str           
+    facts: list[str]; feelings: list[str]; people: list[str]; language: str; source: str
 
 
 @dataclass
@@ -49,9 +47,7 @@ class UserTurn:
 @dataclass
 class Appraisal:
     """One reply, appraised. seen: how far each thing showed, 0..1; parts: the points that came of it; change: their sum."""
-    change: int
-    parts: dict[str, float]
-    seen: dict[str, float] = field(default_factory=dict)
+    change: int; parts: dict[str, float]; seen: dict[str, float]
 
 
 def die(message):
@@ -61,40 +57,35 @@ def die(message):
 
 
 # ---------------------------------------------------------------- scenario files
-
 def row_problem(row):
     """The first thing wrong with a parsed row, as "field 'x': what is wrong"; "" for a good row."""
     if not isinstance(row, dict):
         return "the line is not a JSON object"
     ours = row.get("source") == "nanoempathy"         # our own rows promise more than rows made from other data
-    for f in fields(Scenario):
-        value = row.get(f.name)
-        if f.name not in row:
-            return f"field '{f.name}': missing"
-        if f.type is str and not (isinstance(value, str) and value.strip()):
-            return f"field '{f.name}': must be a non-empty string, not {json.dumps(value)[:40]}"
-        if f.type is not str:
-            may_be_empty = f.name in ("feelings", "people") and not ours
-            if not isinstance(value, list) or not (value or may_be_empty) or not all(isinstance(v, str) and v.strip() for v in value):
-                return f"field '{f.name}': must be a list of non-empty strings, not {json.dumps(value)[:40]}"
-    known = [f.name for f in fields(Scenario)]
-    for name in row:
-        if name not in known:
-            return f"field '{name}': unknown; the fields are {', '.join(known)}"
-    for name, allowed in (("intent", INTENTS), ("split", SPLITS)):
-        if row[name] not in allowed:
-            return f"field '{name}': '{row[name]}' is not one of {', '.join(allowed)}"
+    kinds = {f.name: f.type for f in fields(Scenario)}
+    for name, kind in kinds.items():
+        value = row.get(name)
+        if name not in row:
+            return f"field '{name}': missing"
+        if kind is str and not (isinstance(value, str) and value.strip()):
+            return f"field '{name}': must be a non-empty string, not {json.dumps(value)[:40]}"
+        if kind is not str and not (isinstance(value, list) and all(isinstance(v, str) and v.strip() for v in value)
+                                    and (value or name in ("feelings", "people") and not ours)):
+            return f"field '{name}': must be a list of non-empty strings, not {json.dumps(value)[:40]}"
+    if unknown := [name for name in row if name not in kinds]:
+        return f"field '{unknown[0]}': unknown; the fields are {', '.join(kinds)}"
     if ours and not 4 <= len(row["facts"]) <= 6:
         return f"field 'facts': {len(row['facts'])} facts; a nanoempathy row has 4 to 6"
-    for feeling in row["feelings"] if ours else []:
-        if feeling not in TABLES["feelings"]:
-            return f"field 'feelings': '{feeling}' is not one of {', '.join(TABLES['feelings'])}"
+    for name, values, allowed in (("intent", [row["intent"]], INTENTS), ("split", [row["split"]], SPLITS),
+                                  ("feelings", row["feelings"] if ours else [], TABLES["feelings"])):
+        if wrong := [v for v in values if v not in allowed]:
+            return f"field '{name}': '{wrong[0]}' is not one of {', '.join(allowed)}"
     return ""
 
 
 def check_file(path):
     """Reads a scenario file (JSON Lines, UTF-8). Returns (good scenarios, problems); a problem reads file:line: field 'x': ..."""
-    path, good, problems, first_line = Path(path), [], [], {}
+    path, good, problems, first = Path(path), [], [], {}
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -109,12 +100,12 @@ def check_file(path):
             problem = "not UTF-8; save the file as UTF-8"
         except (ValueError, RecursionError) as error:
             problem = f"broken JSON: {error}"
-        if not problem and row["id"] in first_line:
-            problem = f"field 'id': '{row['id']}' was used before, on line {first_line[row['id']]}"
+        if not problem and row["id"] in first:
+            problem = f"field 'id': '{row['id']}' was used before, on line {first[row['id']]}"
         if problem:
             problems.append(f"{path.name}:{number}: {problem}")
         else:
-            first_line[row["id"]] = number
+            first[row["id"]] = number
             good.append(Scenario(**row))
     if not good and not problems:
         problems.append(f"{path.name}:1: the file is empty; one JSON object a line is expected")
@@ -126,14 +117,12 @@ def load_scenarios(path, split=None):
     scenarios, problems = check_file(path)
     if problems:
         die(problems[0])
-    chosen = [s for s in scenarios if split in (None, s.split)]
-    if not chosen:
+    if not (chosen := [s for s in scenarios if split in (None, s.split)]):
         die(f"{Path(path).name}: no scenario of split '{split}'; it has {', '.join(sorted({s.split for s in scenarios}))}")
     return chosen
 
 
 # ---------------------------------------------------------------- reading English, roughly
-
 TABLES = json.loads((DATA / "user_tables.json").read_text(encoding="utf-8"))
 STOP = frozenset(" ".join(TABLES["stop"]).split())              # function words and words too thin to count as content
 LETTERS = frozenset(" ".join(TABLES["letters"]).split())        # letter triples that English uses, ^ and $ for the ends of a word
@@ -158,9 +147,7 @@ def stem(word):
     word = IRREGULAR.get(word.split("'")[0], word.split("'")[0])
     for ending in ("ingly", "edly", "ings", "ing", "ies", "ied", "ed", "es", "ly", "s"):
         if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
-            word = word[: -len(ending)]
-            if len(word) > 3 and word[-1] == word[-2] and word[-1] not in "ls":
-                word = word[:-1]                      # stopp -> stop
+            word = re.sub(r"(\w\w)([^ls])\2$", r"\1\2", word[: -len(ending)])             # stopp -> stop
             break
     return word.rstrip("eyi") if len(word) > 3 else word
 
@@ -186,10 +173,9 @@ def cues(reply):
     found = {part: [] for part in TABLES["parts"]}
     for number, sentence in enumerate(sentences(reply.lower().replace("\u2019", "'"))):
         for part, tiers in TABLES["parts"].items():
-            for tier, strength in (("strong", 1.0), ("weak", 0.5)):
-                if match := _find(tiers[tier], sentence.rstrip(".!?")):
-                    found[part].append((number, " ".join(match.group().split()[:3]), strength))
-                    break
+            strong = _find(tiers["strong"], sentence.rstrip(".!?"))
+            if match := strong or _find(tiers["weak"], sentence.rstrip(".!?")):
+                found[part].append((number, " ".join(match.group().split()[:3]), 1.0 if strong else 0.5))
     return found
 
 
@@ -201,7 +187,6 @@ def families(text):
 
 
 # ---------------------------------------------------------------- what shows in a reply
-
 def ground(said, earlier):
     """What each of the user's content words is worth to a reply: 1 in the last line, less in older ones, less once used."""
     worth = {}
@@ -213,11 +198,8 @@ def ground(said, earlier):
 
 
 def look(reply, said, earlier=(), feelings=(), people=()):
-    """How far each good thing shows in a reply, 0..1, "grounding" among them. Pure: the same texts give the same numbers.
-
-    A cue counts as far as its sentence, or the one beside it, speaks of what the user said; and half as much each time it
-    was used before (habituation), so that no phrase pays twice.
-    """
+    """How far each good thing shows in a reply, 0..1, "grounding" among them. A cue counts as far as its sentence, or the one
+    beside it, speaks of what the user said; and half as much each time it was used before, so that no phrase pays twice."""
     worth, lines = ground(said, earlier), [s.lower().replace("\u2019", "'") for s in sentences(reply)]
     own = [sum(worth.get(w, 0) for w in set(content(line))) for line in lines]        # grounding of each sentence
     near = [g + 0.5 * max(own[max(0, i - 1): i] + own[i + 1: i + 2], default=0) for i, g in enumerate(own)]
@@ -231,10 +213,8 @@ def look(reply, said, earlier=(), feelings=(), people=()):
         seen[part] = 0.0
         for i, cue, strength in hits:
             value = 0.5 ** sum(any(old[1] == cue for old in past[part]) for past in before) * strength * min(1.0, 0.25 + 0.75 * near[i])
-            if part == "perspective" and not others & set(words(lines[i])):
-                continue                                                              # no other person in it
-            if part == "reflection" and questions != [i]:
-                continue                                                              # it takes one question, alone
+            if part == "perspective" and not others & set(words(lines[i])) or part == "reflection" and questions != [i]:
+                continue                                                              # no other person in it; not one question, alone
             if part == "reflection" and not _find(TABLES["inward"], lines[i]):
                 value *= 0.35                                                         # a question about facts is not inward
             if part == "praise":
@@ -243,20 +223,14 @@ def look(reply, said, earlier=(), feelings=(), people=()):
                 value *= min(1.0, near[i] / 1.5)                                      # there must be two things to weigh
             seen[part] = max(seen[part], value)
 
-    seen["open_question"] = 0.0
-    if len(questions) == 1:
-        line = lines[questions[0]]
-        opener = re.search(rf"(?<![\w'])({'|'.join(TABLES['open_words'])})(?![\w'])(\W+[\w']+)?", line)
-        if opener and not _find(TABLES["empty_openers"], line):
-            used = sum(opener.group() in old.lower() for old in earlier)
-            seen["open_question"] = 0.5 ** used * min(1.0, 0.25 + 0.75 * near[questions[0]])
+    asked = lines[questions[0]] if len(questions) == 1 else ""                         # several questions: none counts
+    opener = re.search(rf"(?<![\w'])({'|'.join(TABLES['open_words'])})(?![\w'])(\W+[\w']+)?", asked)
+    open_ = bool(opener) and not _find(TABLES["empty_openers"], asked)
+    seen["open_question"] = 0.5 ** sum(opener.group() in old.lower() for old in earlier) * min(1.0, 0.25 + 0.75 * near[questions[0]]) if open_ else 0.0
 
     told = max((g for i, g in enumerate(own) if i not in questions and len(words(lines[i])) >= 8), default=0.0)
-    seen["listening"] = min(1.0, 0.6 * seen["listening"] + 0.5 * min(1.0, told / 1.5))   # to stay is one half, to reflect the other
-    if seen["advice"] > 0.3:
-        seen["listening"] = 0.0
-    elif questions or len(words(reply)) > 40:
-        seen["listening"] *= 0.7
+    calm = 0.0 if seen["advice"] > 0.3 else 0.7 if questions or len(words(reply)) > 40 else 1.0
+    seen["listening"] = calm * min(1.0, 0.6 * seen["listening"] + 0.5 * min(1.0, told / 1.5))   # half is to stay, half to reflect
 
     right = [f for f in feelings if f in TABLES["feelings"]] or sorted(frozenset().union(*map(families, said)))
     related = {near_by for f in right for near_by in TABLES["related"][f]}
@@ -280,7 +254,6 @@ def _runs(tokens, size):
 
 
 # ---------------------------------------------------------------- what hurts
-
 @lru_cache(maxsize=50_000)
 def odd(word):
     """Whether a word can hardly be English: no vowel, one letter three times, mostly unheard-of letter triples."""
@@ -293,8 +266,7 @@ def odd(word):
 
 def brokenness(reply, said=()):
     """0 for running English, towards 1 for word salad: odd spellings, doubled words, clashing pairs, few function words, loops."""
-    tokens, known = words(reply), STOP | set(words(" ".join(said)))
-    total = len(tokens)
+    tokens, total, known = words(reply), len(words(reply)), STOP | set(words(" ".join(said)))
     if total < 4:
         return 0.0
     strange = sum(odd(w) for w in tokens if w not in known)
@@ -327,7 +299,6 @@ def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
     longest = next((n for n in range(12, 4, -1) if any(_runs(mirrored, n) & _runs(line, n) for line in lines)), 0)
     found["copying"] = min(1.0, (longest - 3) / 6) if longest else 0.0
     found["repetition"] = max((_alike(tokens, words(old)) for old in earlier), default=0.0)
-
     # Role swap: "my X", "I did X" where X is the user's; or a feeling of its own ("I'm so lonely"), unless it is for the user.
     def owned(text):
         mine = re.findall(r"\b(?:my|our) (?:\w+ )??(\w+)", text) + re.findall(r"\bi(?:'ve|'d| have| had| was)? (\w{4,})", text)
@@ -336,8 +307,7 @@ def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
     own_feeling = felt and families(felt.group(1)) and not any(ok in felt.group() for ok in TABLES["own_feeling_ok"])
     selfish = sum(w in FLIP for w in tokens) >= 4 and sum(w in FLIP for w in tokens) > 2 * sum(w.startswith("you") for w in tokens)
     found["role_swap"] = 1.0 if owned(told) & owned(low) or own_feeling else 0.5 * selfish
-
-    plain = sum(w not in STOP for w in tokens) / max(1, total)
+    plain = sum(w not in STOP for w in tokens) / max(1, total)                        # 1: no function word at all
     chain = max((run.count(",") for run in re.findall(r"(?:\w+, ){3,}\w+", low)), default=0)
     many = len({w for w in tokens if families(w)})
     found["stuffing"] = min(1.0, max((plain - 0.68) * 5 if total >= 5 else 0.0, (chain - 2) / 3, (many - 4) / 3, 0.0))
@@ -345,8 +315,7 @@ def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
     frame = TABLES["cheerful_frame"].replace("{}", f"({'|'.join(TABLES['cheerful'])})")
     found["cheerful"] = float(bool("proud" not in names and seen["praise"] <= 0.3 and re.search(rf"\b{frame}\b", low)))
     ascribed = {f for match in re.finditer(TABLES["ascribed"], low) for f in families(match.group(match.lastindex))}
-    fitting = {f for name in names for f in (name, *TABLES["related"][name])}
-    found["wrong_feeling"] = float(bool(ascribed and names and not ascribed & fitting))
+    found["wrong_feeling"] = float(bool(ascribed and names and not ascribed & {f for name in names for f in (name, *TABLES["related"][name])}))
     return {name: value for name, value in found.items() if value > 0}
 
 
@@ -355,12 +324,10 @@ def _alike(tokens, old):
     def share(a, b, size):
         return len(_runs(a, size) & _runs(b, size)) / max(1, len(_runs(a, size)))
     frame, old_frame = ([w if w in STOP else "_" for w in t] for t in (tokens, old))
-    start = 0.15 if len(tokens) >= 4 and tokens[:3] == old[:3] else 0.0
-    return min(1.0, max(0.0, 1.5 * share(tokens, old, 3) - 0.2, 1.2 * share(frame, old_frame, 5) - 0.3) + start)
+    return min(1.0, max(0.0, 1.5 * share(tokens, old, 3) - 0.2, 1.2 * share(frame, old_frame, 5) - 0.3) + 0.15 * (tokens[:3] == old[:3]))
 
 
 # ---------------------------------------------------------------- the appraisal
-
 def appraise(reply, said, intent, stage, earlier=(), feelings=(), people=(), cut=False):
     """How one reply moves a user: a pure function, our own reconstruction (the sources ask a large model instead).
 
@@ -377,8 +344,8 @@ def appraise(reply, said, intent, stage, earlier=(), feelings=(), people=(), cut
     faults = hurts(reply, said, seen, stage == "heard" and weights["advice"] >= 0, earlier, feelings, cut)
     piled = sum(seen[table["key"]] > 0.5 for table in TABLES["weights"].values() if table["key"] not in ("feeling", "listening"))
     whole = seen["grounding"] * (1.0 - max(faults.get(name, 0.0) for name in TABLES["grave"])) * 2 / max(2, piled)   # everything at once is nothing
-    gains = {part: weight * seen[part] * whole for part, weight in weights.items() if weight > 0}
-    best = dict(sorted(gains.items(), key=lambda item: -item[1])[:3])
+    gains = [(part, weight * seen[part] * whole) for part, weight in weights.items() if weight > 0]
+    best = dict(sorted(gains, key=lambda gain: -gain[1])[:3])
     limit = TABLES["cap"][stage] + TABLES["cap"]["per_key"] * seen[key_part] * whole
     scale = min(1.0, limit / max(1e-9, sum(best.values())))
     parts = {"expectation": TABLES["expectation"][stage]} | {part: points * scale for part, points in best.items()}
@@ -391,8 +358,7 @@ def appraise(reply, said, intent, stage, earlier=(), feelings=(), people=(), cut
 def explain(parts, change):
     """The thought in plain words: the strongest good thing, the strongest bad one, and the change."""
     told, best, worst = TABLES["thoughts"], max(parts, key=parts.get), min(parts, key=parts.get)
-    good = told[best] if parts[best] > 0 else ""
-    bad = told["unwanted"] if worst in TABLES["parts"] else told[worst]
+    good, bad = told[best] if parts[best] > 0 else "", told["unwanted"] if worst in TABLES["parts"] else told[worst]
     if worst == "expectation" and good:
         bad = told["faint"] if change < 2 else ""
     text = ", but ".join(filter(None, (good, bad)))
@@ -400,7 +366,6 @@ def explain(parts, change):
 
 
 # ---------------------------------------------------------------- the user
-
 class ScriptedUser:
     """One user in one dialogue. Plain attributes, so it can be copied and pickled; wording is chosen by a hash, never by dice."""
 
@@ -411,7 +376,7 @@ class ScriptedUser:
         self.scenario, self.state, self.max_turns, self.opening = scenario, state, max_turns, scenario.opening
         self.emotion, self.floor = DYNAMICS[dynamics]
         self.said, self.replies = [scenario.opening], []
-        self.told, self.progress, self.hurt_in_a_row, self.done = 0, 0.0, 0, False    # told: how many facts are out
+        self.told, self.progress, self.done = 0, 0.0, False                            # told: how many facts are out
 
     @property
     def stage(self):
@@ -428,10 +393,8 @@ class ScriptedUser:
         mood = "understood" if result.change >= 2 else "neutral" if result.change >= -1 else "hurt"
         self.replies.append(reply)
         self.progress += {"understood": 1.0, "neutral": 0.5, "hurt": 0.0}[mood]
-        self.hurt_in_a_row = self.hurt_in_a_row + 1 if mood == "hurt" else 0
-        last = len(self.replies) >= self.max_turns
-        why = ("success" if self.emotion >= 100 else "failure" if self.emotion < self.floor else
-               "goodbye" if last and not 25 <= self.emotion < 70 or self.emotion < 10 and self.hurt_in_a_row >= 3 else "")
+        leaving = self.emotion < 10 or len(self.replies) >= self.max_turns and not 25 <= self.emotion < 70
+        why = "success" if self.emotion >= 100 else "failure" if self.emotion < self.floor else "goodbye" if leaving else ""
         text = self._speak(mood, stage, why)
         self.said.append(text)
         self.done = bool(why)
@@ -450,11 +413,9 @@ class ScriptedUser:
 
     def _pick(self, options):
         """One option not used yet, by a hash of scenario, turn and emotion: varied, yet always the same."""
-        def used(option):
-            return any(all(piece in line for piece in option.split("{}")) for line in self.said)
-        fresh = [option for option in options if not used(option)] or options
-        key = f"{self.scenario.id}|{len(self.replies)}|{self.emotion}|{len(options)}"
-        return fresh[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(fresh)]
+        fresh = [o for o in options if not any(all(piece in line for piece in o.split("{}")) for line in self.said)] or options
+        key = f"{self.scenario.id}|{len(self.replies)}|{self.emotion}|{len(options)}".encode("utf-8", "replace")
+        return fresh[int(hashlib.sha256(key).hexdigest(), 16) % len(fresh)]
 
     def _thing(self):
         """Something concrete to stay with: a noun phrase out of what was told already ("my sister", "the violin"), or a person."""
@@ -477,23 +438,20 @@ class ScriptedUsers:
         return ScriptedUser(scenario, state, self.dynamics, self.max_turns)
 
     def respond(self, users, replies, cuts):
-        """One UserTurn per user. Users are objects, so dropping finished ones can never swap two of them."""
-        if not len(users) == len(replies) == len(cuts):
-            raise ValueError(f"{len(users)} users, {len(replies)} replies, {len(cuts)} cuts: one of each per dialogue")
-        return [user.respond(reply, cut) for user, reply, cut in zip(users, replies, cuts)]
+        """One UserTurn per user (ValueError unless all three have one length). Users are objects: dropping some can never swap others."""
+        return [user.respond(reply, cut) for user, reply, cut in zip(users, replies, cuts, strict=True)]
 
 
 # ---------------------------------------------------------------- command line
-
 def check(paths):
     """Prints counts and every bad row of each file. Returns the exit code: 1 when any row is bad."""
-    total = 0
+    bad = False
     for path in paths:
         scenarios, problems = check_file(path)
         counts = ", ".join(f"{intent} {sum(s.intent == intent for s in scenarios)}" for intent in INTENTS)
         print(f"{path}: {len(scenarios)} good, {len(problems)} bad; {counts}", *problems, sep="\n  ")
-        total += len(problems)
-    return int(total > 0)
+        bad = bad or bool(problems)
+    return int(bad)
 
 
 def talk(scenario, dynamics, turns):
@@ -504,9 +462,8 @@ def talk(scenario, dynamics, turns):
         try:
             turn = user.respond(input("you > "))
         except (EOFError, KeyboardInterrupt):
-            break
-        print(f"      {turn.thought}\n      " + "  ".join(f"{name} {points:+.1f}" for name, points in turn.parts.items()))
-        print(f"[{turn.emotion:3d}] {turn.text}" + (f"\n({turn.why})" if turn.done else ""))
+            break                                     # ends cleanly, below
+        print(f"      {turn.thought}\n      " + "  ".join(f"{name} {points:+.1f}" for name, points in turn.parts.items()), f"\n[{turn.emotion:3d}] {turn.text}")
         if turn.done:
             break
     print(f"\nIt ended at {user.emotion}. {scenario.hidden_need} (hidden intention: {scenario.intent})")
@@ -519,11 +476,12 @@ def main(argv=None):
     mode = modes.add_parser("check", help="validate scenario files: prints every bad row, exit code 1 if there is one")
     mode.add_argument("files", nargs="+", metavar="FILE", help="scenario file, JSON Lines, UTF-8")
     mode = modes.add_parser("talk", help="be the supporter in the terminal; see the emotion move, and why")
-    mode.add_argument("--file", default=str(DATA / "scenarios.jsonl"), help="scenario file (default: data/scenarios.jsonl)")
-    mode.add_argument("--scenario", metavar="ID", help="which user to talk to (default: --seed chooses)")
-    mode.add_argument("--seed", type=int, default=0, help="chooses the user when no --scenario is given (default 0)")
-    mode.add_argument("--dynamics", choices=sorted(DYNAMICS), default="sage", help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default sage)")
-    mode.add_argument("--turns", type=int, default=8, help="how many replies you have, at least 1 (default 8)")
+    for flag, default, text in (("--file", str(DATA / "scenarios.jsonl"), "scenario file (default data/scenarios.jsonl)"),
+                                ("--scenario", "", "id of the user to talk to (default: --seed chooses)"),
+                                ("--seed", 0, "chooses the user when no --scenario is given (default 0)"),
+                                ("--turns", 8, "how many replies you have, at least 1 (default 8)")):
+        mode.add_argument(flag, default=default, type=type(default), help=text)
+    mode.add_argument("--dynamics", choices=list(DYNAMICS), default="sage", help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default sage)")
     args = parser.parse_args(argv)
     if args.mode == "check":
         return check(args.files)
@@ -531,9 +489,10 @@ def main(argv=None):
         die("--turns must be at least 1")
     scenarios = load_scenarios(args.file)
     by_id = {s.id: s for s in scenarios}
-    if args.scenario and args.scenario not in by_id:
-        die(f"--scenario '{args.scenario}' is not in {Path(args.file).name}; the nearest is '{difflib.get_close_matches(args.scenario, by_id, 1, 0)[0]}'")
-    talk(by_id[args.scenario] if args.scenario else scenarios[args.seed % len(scenarios)], args.dynamics, args.turns)
+    wanted = args.scenario or scenarios[args.seed % len(scenarios)].id
+    if wanted not in by_id:
+        die(f"--scenario '{wanted}' is not in {Path(args.file).name}; the nearest is '{difflib.get_close_matches(wanted, by_id, 1, 0)[0]}'")
+    talk(by_id[wanted], args.dynamics, args.turns)
     return 0
 
 

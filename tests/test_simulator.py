@@ -365,6 +365,9 @@ def test_everything_at_once_is_nothing():
                 f"I admire how you handled {a}, and nobody could have known. Maybe they felt ashamed of {b}, but it cost you too; you could write down {c} tonight.",
                 f"On one side {a}, on the other {b}, and none of that was yours to prevent. They may have feared {c}. Well done for facing it. What would you lose?"][turn % 3]
     assert mean_end(everything, HELDOUT) < 30
+    piled = "It took patience to tune it every Sunday. You couldn't have known about that shop. Perhaps she was ashamed of it, but it cost you."
+    alone = "It took patience to tune it every Sunday, long after you knew that shop."
+    assert appraise(piled, "praise").parts["praise"] < 0.7 * appraise(alone, "praise").parts["praise"]
 
 
 def _forced(scenario, replies):
@@ -450,7 +453,7 @@ def test_pitfall_29_users_are_bound_by_identity():
         alone.respond("It hurts, doesn't it, to come home to that.")
         assert alone.respond(expert(user.scenario.intent, alone.said, 1)) == turn
     assert [len(u.replies) for u in users] == [1, 2, 1, 2]
-    with pytest.raises(ValueError, match="one of each per dialogue"):
+    with pytest.raises(ValueError, match="zip"):
         population.respond(users, ["a"], [False])
 
 
@@ -619,8 +622,26 @@ def test_habituation_of_phrases_and_question_openers():
     praise = "It took patience to tune it every Sunday at that shop."
     again = "It took patience to walk to the shop he bought it from."
     assert appraise(again, "praise", earlier=[praise]).seen["praise"] <= 0.6 * appraise(again, "praise").seen["praise"]
+    label, same = "It must hurt that she knew the shop.", "It must hurt to tune it no more on a Sunday."
+    assert appraise(same, earlier=[label]).seen["feeling"] <= 0.6 * appraise(same).seen["feeling"]
     question = "What did the Sunday in that shop mean for you?"
     assert appraise(question, "reflection", earlier=["What did you hope for?"]).seen["open_question"] < appraise(question, "reflection").seen["open_question"]
+
+
+def test_one_template_with_other_nouns_is_repetition_and_a_new_sentence_is_not():
+    first = "You must be so sad about the violin and what she did with it at the shop."
+    again = "You must be so torn about the Sunday and what he did with it at the case."
+    assert sim.hurts(again, SAID, appraise(again).seen, earlier=[first])["repetition"] > 0.5
+    loose = "She knew where he bought it, so that hurts; the Sundays with the violin are gone."
+    assert "repetition" not in sim.hurts(loose, SAID, appraise(loose).seen, earlier=[first])
+    words_only = "How lonely the shop is when the lights go out over it and nobody comes to tune a thing."
+    swapped = "How heavy the bed is when the curtains go out over it and nobody comes to carry a thing."
+    assert sim.hurts(swapped, SAID, appraise(swapped).seen, earlier=[words_only])["repetition"] > 0.5
+
+
+def test_a_supporter_that_talks_about_itself_hurts_and_one_that_wonders_does_not():
+    assert appraise("I went to my party and I told my boss that I was late for it.").parts["role_swap"] < 0
+    assert "role_swap" not in appraise("I wonder, and I may be wrong, whether you still hear it on a Sunday.").parts
 
 
 # One case that fires and one innocent near miss that does not, for every fault.
