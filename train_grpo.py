@@ -28,8 +28,8 @@ from train_sft import cold_start, load_demonstrations
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
-    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=14, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
-                   temperature=0.8, lr=5e-5, train_layers=15, credit="turn", tokens_per_microbatch=4096),
+    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=12, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
+                   temperature=0.8, lr=1e-4, train_layers=15, credit="turn", tokens_per_microbatch=4096),
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128,
                 temperature=1.0, lr=1e-6, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
 }

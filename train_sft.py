@@ -19,7 +19,7 @@ from model import cache_folder, die, load, pick_device, pick_dtype, resolve, sav
 from rollout import Chat, Row, collate, micro_batches
 from rundir import Flags, positive
 
-DEFAULTS = dict(epochs=2, lr=1e-4, batch=8, train_layers=0, seed=0)
+DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
