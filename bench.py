@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from model import DTYPES, Cache, append, die, generate, load, pick_device, resolve, sample, token_logprobs
 from rollout import Row, collate, micro_batches
+from rundir import record_result
 
 
 def clock():
@@ -47,12 +48,13 @@ def timed(f, *args):
 
 
 def finish(args, **result):
-    """The JSON line: what was measured, on what, with which versions."""
-    cpu = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), "") \
-        if Path("/proc/cpuinfo").exists() else platform.processor()
-    device = torch.cuda.get_device_name() if pick_device().type == "cuda" else f"{pick_device().type}: {cpu}"
-    print(json.dumps({**result, **vars(args), "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
-                      "load": [round(x, 1) for x in os.getloadavg()]}))
+    """The JSON line: what was measured, on what, with which versions. --record appends it to a file, with commit and command."""
+    device = torch.cuda.get_device_name() if pick_device().type == "cuda" else f"{pick_device().type}: {platform.processor() or platform.machine()}"
+    line = {**result, **{k: v for k, v in vars(args).items() if k not in ("record", "child")}, "device": device, "torch": torch.__version__,
+            "transformers": transformers.__version__, "load": [round(x, 1) for x in os.getloadavg()]}
+    if args.record:
+        record_result(args.record, line)
+    print(json.dumps(line))
 
 
 def both_models(args):
@@ -305,6 +307,7 @@ def main():
     common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
     common.add_argument("--repeats", type=int, default=3, help="measured rounds; the median counts")
     common.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    common.add_argument("--record", metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
     m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")
     m.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows")
     m.add_argument("--prompt", type=int, nargs=2, default=[64, 192], help="shortest and longest prompt, tokens")

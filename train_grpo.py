@@ -28,10 +28,10 @@ from train_sft import cold_start, load_demonstrations
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
-    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=12, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
-                   temperature=0.8, lr=1e-4, train_layers=15, credit="turn", tokens_per_microbatch=4096),
+    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=10, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
+                   temperature=0.8, lr=1e-4, minibatches=4, train_layers=15, credit="turn", tokens_per_microbatch=4096),
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128,
-                temperature=1.0, lr=1e-6, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
+                temperature=1.0, lr=1e-6, minibatches=4, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
 }
 p = Flags(description=__doc__)
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
@@ -59,7 +59,8 @@ p.add_argument("--credit", choices=["trajectory", "turn"], help="* trajectory: o
 p.add_argument("--gamma", type=float, default=0.85, help="discount per turn of --credit turn (default: %(default)s, MICA)")
 p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this) (default: %(default)s, in reward units)")
 # ---- loss and optimiser
-p.add_argument("--steps", type=positive(int), help="* optimiser steps, of groups x group_size new dialogues each")
+p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
+p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per batch of dialogues, each on its share of the groups")
 p.add_argument("--lr", type=positive(float), help="* learning rate of AdamW")
 p.add_argument("--clip_low", type=positive(float), default=0.2, help="ratio clip below 1 (default: %(default)s)")
 p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio clip above 1 (default: %(default)s, clip-higher)")
@@ -68,8 +69,8 @@ p.add_argument("--kl", type=float, default=0.0, help="weight of the k3 penalty t
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
 p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
 # ---- output
-p.add_argument("--eval_every", type=positive(int), default=4, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
-p.add_argument("--save_every", type=positive(int), default=4, help="steps between checkpoints (default: %(default)s)")
+p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
+p.add_argument("--save_every", type=positive(int), default=5, help="steps between checkpoints (default: %(default)s)")
 p.add_argument("--final_repeats", type=int, default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
 
 
@@ -123,39 +124,48 @@ def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
 
 
 def update(args, model, reference, optimizer, chat, episodes, advantages):
-    """One optimiser step on all dialogues. -> metrics over every policy token of the batch."""
+    """One pass over all dialogues in `minibatches` optimiser steps, whole groups together. -> metrics over every policy token of the batch.
+
+    The first step is on-policy (ratio 1), the later ones slightly off it, which the ratio corrects and the clip bounds.
+    """
     device = model.model.embed_tokens.weight.device
     banned = chat.banned.to(device)
-    use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
-    rows = [episodes[i].rows[0] for i in use]
-    # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
-    denominator = len(episodes) * args.max_turns * args.max_new_tokens
-    sums = {k: torch.zeros((), device=device) for k in ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "canary", "ratio")}
-    for index in micro_batches(rows, args.tokens_per_microbatch):
-        ids, source, target, old, row, turn = collate([rows[i] for i in index], device)               # (B, T), then (N,) each
-        advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in zip(row.tolist(), turn.tolist())], device=device)
-        hidden = model(ids).flatten(0, 1)[source]                                                     # (N, D): policy positions only
-        logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)               # (N,), never (B, T, V)
-        loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
-        if reference is not None:
-            with torch.no_grad():
-                d = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)[0] - logp.detach()
-                sums["kl_reference"] += (d.exp() - d - 1).sum()
-            d = d + logp.detach() - logp                   # k3 = e^d - d - 1, d = logp_ref - logp: its gradient pulls the right way
-            loss = loss + args.kl * (d.exp() - d - 1)
-        (loss.sum() / denominator).backward()
-        with torch.no_grad():
-            for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
-                         ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
-                         ("canary", (logp - old).abs())):
-                sums[k] += v.sum()
     parameters = [q for q in model.parameters() if q.requires_grad]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    names = ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "ratio", "first_tokens", "canary")
+    sums, norms = {k: torch.zeros((), device=device) for k in names}, []
+    for minibatch in range(args.minibatches):
+        use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch]
+        # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
+        denominator = len(use) * args.max_turns * args.max_new_tokens
+        use = [i for i in use if episodes[i].finish != "user_failed"]
+        rows = [episodes[i].rows[0] for i in use]
+        for index in micro_batches(rows, args.tokens_per_microbatch):
+            ids, source, target, old, row, turn = collate([rows[i] for i in index], device)           # (B, T), then (N,) each
+            advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in zip(row.tolist(), turn.tolist())], device=device)
+            hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
+            logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
+            loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
+            if reference is not None:
+                with torch.no_grad():
+                    logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)
+                d = logp_reference - logp
+                k3 = d.exp() - d - 1                       # its gradient pulls the right way; that of the mean of d has none in expectation
+                loss = loss + args.kl * k3
+                sums["kl_reference"] += k3.detach().sum()
+            (loss.sum() / denominator).backward()
+            with torch.no_grad():
+                first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
+                for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
+                             ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
+                             ("first_tokens", torch.full_like(old, first)), ("canary", first * (logp - old).abs())):
+                    sums[k] += v.sum()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
-    n = max(sums.pop("tokens"), 1.0)
-    return {**{k: v / n for k, v in sums.items()}, "policy_tokens": int(n), "grad_norm": norm.item()}
+    n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
+    canary = sums.pop("canary") / first
+    return {**{k: v / n for k, v in sums.items()}, "canary": canary, "policy_tokens": int(n), "grad_norm": torch.stack(norms).mean().item()}
 
 
 # ---------------------------------------------------------------------------------------------- set-up
@@ -181,6 +191,8 @@ def main(argv=None):
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
+    if args.groups % args.minibatches:
+        die(f"--minibatches {args.minibatches} does not divide --groups {args.groups}")
     if args.group_size < 2:
         die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
     if not args.resume and Path(args.run).exists():
@@ -211,7 +223,7 @@ def main(argv=None):
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
-    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then one update")
+    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.minibatches} optimiser steps")
     print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
     # ------------------------------------------------------------------------------------------ evaluation

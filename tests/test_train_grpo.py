@@ -21,7 +21,7 @@ from simulator import ScriptedUsers, load_scenarios
 from train_grpo import policy_loss, trajectory_advantages, turn_advantages, update
 
 SCENARIOS = str(ROOT / "data" / "scenarios.jsonl")
-ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9)
+ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1)
 
 
 def reward(*turns):
@@ -191,6 +191,19 @@ def test_pitfall_19_fp32_masters_move_at_lr_1e_6(batch):
     assert moved > 0.99 * total > 0 and in_bf16 < 0.1 * total
 
 
+def test_minibatches_are_steps_of_their_own(batch):
+    """Two optimiser steps on a group each: the second sees the first's weights; the canary is of the first step only."""
+    model, chat, episodes = batch
+    other, adv = deepcopy(model), [[1.0 - i] * len(e.turns) for i, e in enumerate(episodes)]
+    both = SimpleNamespace(**{**vars(ARGS), "minibatches": 2})
+    seen = update(both, model, None, torch.optim.SGD(model.parameters(), lr=0.5), chat, episodes, adv)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    for g in range(2):
+        update(ARGS, other, None, optimizer, chat, episodes[3 * g:3 * g + 3], adv[3 * g:3 * g + 3])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), other.parameters()))
+    assert seen["canary"] < 1e-4 and abs(seen["ratio"] - 1) > 1e-5
+
+
 def test_only_the_upper_layers_train(batch):
     model, chat, episodes = batch
     model.train_only_upper(1)
@@ -202,7 +215,7 @@ def test_only_the_upper_layers_train(batch):
 
 
 # ---------------------------------------------------------------------------------------------- runs
-TINY = ["--cold_start", "none", "--scenarios", SCENARIOS, "--groups", "2", "--group_size", "2", "--max_turns", "2", "--max_new_tokens", "5", "--train_layers", "1",
+TINY = ["--cold_start", "none", "--scenarios", SCENARIOS, "--groups", "2", "--group_size", "2", "--max_turns", "2", "--max_new_tokens", "5", "--train_layers", "1", "--minibatches", "2",
         "--eval_every", "3", "--save_every", "1", "--final_repeats", "0", "--lr=0.001", "--dtype", "fp32", "--threads", "1"]
 
 
