@@ -29,9 +29,10 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from model import DTYPES, Cache, append, die, generate, load, pick_device, resolve, sample, token_logprobs
+from model import Cache, append, generate, sample, token_logprobs
 from rollout import Row, collate, micro_batches
-from rundir import record_result
+from rundir import die, record_result
+from weights import DTYPES, load, pick_device, resolve
 
 
 def clock():

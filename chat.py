@@ -17,10 +17,11 @@ import textwrap
 import torch
 
 from evaluate import NOTE, find_device, find_model
-from model import Cache, append, die, load, pick_dtype, sample
+from model import Cache, append, sample
 from rollout import Chat
-from rundir import Flags, positive
+from rundir import Flags, die, positive
 from simulator import DYNAMICS, ScriptedUser, load_scenarios
+from weights import load, pick_dtype
 
 
 def meter(emotion, change):

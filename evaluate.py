@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import die, load, pick_device, pick_dtype, resolve
 from rollout import Chat, rollout, transcript
-from rundir import Flags, positive, record_result
+from rundir import Flags, die, positive, record_result
 from simulator import DYNAMICS, INTENTS, SPLITS, ScriptedUsers, load_scenarios, words
+from weights import load, pick_device, pick_dtype, resolve
 
 NOTE = "rule score of the scripted user, not empathy"
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model import Cache, append, die, load, pick_device, pick_dtype, sample
+from model import Cache, append, sample
+from rundir import die
+from weights import load, pick_device, pick_dtype
 
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
 

@@ -24,10 +24,14 @@ from pathlib import Path
 
 import torch
 
-from model import die
-
 
 # ---------------------------------------------------------------------------------------------- flags
+def die(message):
+    """A user's mistake: one line on stderr that names the fix, exit code 2, no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 class Flags(argparse.ArgumentParser):
     """argparse with one-line errors (exit code 2), the nearest flag named for an unknown one, and a record of what was given."""
     def __init__(self, **kwargs):

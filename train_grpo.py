@@ -19,12 +19,13 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from model import die, load, pick_device, pick_dtype, resolve, save, token_logprobs
+from model import token_logprobs
 from rollout import Chat, collate, micro_batches, rollout, transcript
 from rubric import REWARDS, score
-from rundir import Flags, RunDir, StopOnInterrupt, positive
+from rundir import Flags, RunDir, StopOnInterrupt, die, positive
 from simulator import ScriptedUsers, load_scenarios
 from train_sft import cold_start, load_demonstrations
+from weights import load, pick_device, pick_dtype, resolve, save
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset

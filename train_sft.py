@@ -8,6 +8,7 @@ pieces, masks and log-probs as in RL, so this file is also the simplest place to
     (train_grpo.py runs this by itself in the laptop preset, and keeps the result in the user's cache)
 """
 import hashlib
+import inspect
 import json
 import time
 from pathlib import Path
@@ -15,9 +16,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import cache_folder, die, load, pick_device, pick_dtype, resolve, save, token_logprobs
-from rollout import Chat, Row, collate, micro_batches
-from rundir import Flags, positive
+from model import token_logprobs
+from rollout import SYSTEM, Chat, Row, collate, micro_batches
+from rundir import Flags, die, positive
+from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
 DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
 
@@ -100,11 +102,14 @@ def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, token
     return losses
 
 
-def cold_start(name, file, device, dtype, system=None):
+RECIPE = inspect.getsource(imitate) + inspect.getsource(demonstration_row)   # edit these, and the next run makes a new cold start
+
+
+def cold_start(name, file, device, dtype):
     """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
     source = resolve(name)
     stamp = hashlib.sha256()
-    for part in (str(source.resolve()), Path(file).read_bytes(), json.dumps(DEFAULTS), str(dtype), device.type, Path(__file__).read_bytes()):
+    for part in (str(source.resolve()), Path(file).read_bytes(), json.dumps(DEFAULTS), str(dtype), device.type, SYSTEM, RECIPE):
         stamp.update(part if isinstance(part, bytes) else part.encode())
     folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
     if (folder / "config.json").is_file():

@@ -31,7 +31,7 @@ def hf_model(arch, heads=4, kv_heads=2, tied=True, vocab=97, layers=2, width=32,
 def ours(hf, dtype=torch.float32):
     """Our Policy with the weights of a transformers model."""
     import json
-    from model import build
+    from weights import build
     state = {k: v.clone() for k, v in hf.state_dict().items()}
     return build(json.loads(hf.config.to_json_string(use_diff=False)), state, dtype)
 
@@ -45,7 +45,7 @@ def tiny():
 def tiny_folder(tmp_path_factory):
     """A random Llama with a byte-level ChatML tokenizer (256 bytes and three special tokens), as an HF folder."""
     import transformers
-    from model import save
+    from weights import save
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
@@ -62,7 +62,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_chat(tiny_folder):
-    from model import load
+    from weights import load
     from rollout import Chat
     model, tokenizer = load(tiny_folder)
     return model, Chat(tokenizer, model.config.vocab)

@@ -14,9 +14,9 @@ import chat as chat_script
 import evaluate
 from conftest import ROOT
 from evaluate import clustered_ci, half_up, play, spread, summary
-from model import load
 from rollout import Episode, Row
 from simulator import INTENTS, ScriptedUser, ScriptedUsers, UserTurn, load_scenarios
+from weights import load
 
 FILE = str(ROOT / "data" / "scenarios.jsonl")
 HELDOUT = load_scenarios(FILE, "heldout")

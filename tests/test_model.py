@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import hf_model, ours
-from model import Cache, Config, append, build, generate, load, pick_dtype, resolve, sample, save, token_logprobs, truncate
+from model import KEPT, Cache, Config, append, generate, sample, token_logprobs, truncate
+from weights import build, load, pick_dtype, resolve, save
 
 KINDS = [(arch, heads, kv, tied) for arch in ("qwen2", "qwen3", "llama") for heads, kv, tied in ((4, 4, True), (4, 2, False), (6, 2, True), (7, 1, False))]
 
@@ -187,8 +188,7 @@ def test_bf16_compute_keeps_fp32_masters_and_sees_every_update():
             after = model.logits(model(ids))
         assert after.dtype == torch.float32 and (after - before).abs().max() > 0.01
         with torch.no_grad():
-            for m in model.modules():
-                m.__dict__.pop("_kept", None)
+            KEPT.clear()
             assert torch.equal(after, model.logits(model(ids)))
 
 

