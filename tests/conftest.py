@@ -12,12 +12,12 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(2)
 
 
-def hf_model(arch, heads=4, kv_heads=2, tied=True, vocab=97, layers=2, width=32, seed=0, **more):
+def hf_model(arch, heads=4, kv_heads=2, tied=True, vocab=97, layers=2, width=32, mlp=48, seed=0, **more):
     """A random transformers model whose weights are far from symmetric: biases and norms are drawn too."""
     import transformers as tf
     kinds = {"qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM), "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM), "llama": (tf.LlamaConfig, tf.LlamaForCausalLM)}
     make_config, make_model = kinds[arch]
-    config = make_config(vocab_size=vocab, hidden_size=width, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=heads,
+    config = make_config(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads, head_dim=more.pop("head_dim", 16 if arch == "qwen3" else width // heads), max_position_embeddings=512,
                          tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
     torch.manual_seed(seed)
