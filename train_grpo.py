@@ -269,7 +269,9 @@ def main(argv=None):
             print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
         found = evaluate.summary(episodes)
-        record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "flat_groups": flat, **metrics,
+        stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
+        record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
+                  "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
                   **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
         last = step + 1 == args.steps or stop.asked
         if (step + 1) % args.eval_every == 0 or last:
