@@ -23,15 +23,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")        # before torch: threads that spin at a barrier ruin both sides on a shared machine
-
 import torch
 import transformers
 from tqdm import tqdm
 
 from model import Cache, append, generate, sample, token_logprobs
-from rollout import Row, collate, micro_batches
-from rundir import die, record_result
+from rollout import Episode, Row
+from rubric import Reward
+from rundir import Flags, die, positive, record_result
+from train_grpo import trajectory_advantages, update
 from weights import DTYPES, load, pick_device, resolve
 
 
@@ -52,7 +52,7 @@ def finish(args, **result):
     """The JSON line: what was measured, on what, with which versions. --record appends it to a file, with commit and command."""
     device = torch.cuda.get_device_name() if pick_device().type == "cuda" else f"{pick_device().type}: {platform.processor() or platform.machine()}"
     line = {**result, **{k: v for k, v in vars(args).items() if k not in ("record", "child")}, "device": device, "torch": torch.__version__,
-            "transformers": transformers.__version__, "load": [round(x, 1) for x in os.getloadavg()]}
+            "transformers": transformers.__version__, "load": [round(x, 1) for x in getattr(os, "getloadavg", list)()]}
     if args.record:
         record_result(args.record, line)
     print(json.dumps(line))
@@ -113,7 +113,6 @@ def turns(args):
 
     def ours(chunks):
         chunks = [a + b for a, b in zip(state.fresh, chunks)]
-        state.cache.reserve(state.cache.top + max(map(len, chunks)) + args.reply)
         tokens, _ = sample(model, state.cache, append(model, state.cache, chunks), [args.reply] * B, set(), temperature=0)
         state.fresh = [t[-1:] for t in tokens]
         return tokens
@@ -204,28 +203,24 @@ def logprob(args):
 
 # ---------------------------------------------------------------------------------------------- step
 def our_step(model, optimizer, prompts, args, generator):
-    """One GRPO step as in train_grpo.py, without users: -> seconds of the rollout, seconds of the update."""
+    """One GRPO step, train_grpo.py's own update on dialogues of one turn without users: -> seconds of the rollout, seconds of the update."""
     G, K, C, start = len(prompts), args.copies, args.completion, clock()
     with torch.no_grad():                                  # the prompt of a group is read once, its cache row copied
         cache = Cache(model, G, args.prompt_tokens + C)
         hidden, index = append(model, cache, prompts), torch.arange(G, device=cache.n.device).repeat_interleave(K)
         tokens, logps = sample(model, cache.rows(index), hidden[index], [C] * G * K, set(), temperature=args.temperature, generator=generator)
-    rows = [Row() for _ in tokens]
-    for i, row in enumerate(rows):
+    episodes, rewards = [], []
+    for i, (ids, logp) in enumerate(zip(tokens, logps)):
+        row = Row()
         row.environment(list(prompts[i // K]))
-        row.policy(tokens[i], logps[i], 0)
-    reward = torch.tensor([len(set(t)) / len(t) for t in tokens]).view(G, K)
-    advantage = (reward - reward.mean(1, keepdim=True)).flatten().to(cache.n.device)                   # (G * K,)
+        row.policy(ids, logp, 0)
+        episodes.append(Episode(None, None, i // K, "", 0, [row], finish="max_turns"))
+        rewards.append(Reward(len(set(ids)) / C, turns=[0.0]))
+    advantages, _ = trajectory_advantages(rewards, K, 1e-4)
     middle = clock()
-    for batch in micro_batches(rows, args.micro_ours * (args.prompt_tokens + C)):
-        ids, source, target, old, row, _ = collate([rows[i] for i in batch], cache.n.device)
-        logp, _ = token_logprobs(model, model(ids).flatten(0, 1)[source], target, temperature=args.temperature)
-        ratio, A = (logp - old).exp(), advantage[batch][row]
-        loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A).sum() / (G * K * C)
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    settings = SimpleNamespace(minibatches=1, max_turns=1, max_new_tokens=C, tokens_per_microbatch=args.micro_ours * (args.prompt_tokens + C), temperature=args.temperature,
+                               clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1.0)
+    update(settings, model, None, optimizer, SimpleNamespace(banned=torch.zeros(model.config.vocab, dtype=torch.bool)), episodes, advantages)
     return middle - start, clock() - middle
 
 
@@ -249,7 +244,7 @@ def step(args):
         print("TRL is not installed (pip install trl==1.16): ours only")
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
-    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), torch.Generator().manual_seed(args.seed)
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True), torch.Generator().manual_seed(args.seed)
     texts = make_prompts(tokenizer, args.prompts * (args.repeats + 1), args.prompt_tokens, random.Random(args.seed))
     prompts = [tokenizer(t)["input_ids"] for t in texts]
     ours, theirs, bar = [], [], tqdm(total=args.repeats + 1, desc="steps", leave=False)
@@ -300,13 +295,13 @@ def step(args):
 # ---------------------------------------------------------------------------------------------- flags
 def main():
     show = argparse.ArgumentDefaultsHelpFormatter
-    p = argparse.ArgumentParser(description="Speed and memory against what you would use instead.", formatter_class=show)
+    p = Flags(description=__doc__)
     modes = p.add_subparsers(dest="mode", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name or HF folder")
     common.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="compute dtype of both sides")
-    common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both sides")
-    common.add_argument("--repeats", type=int, default=3, help="measured rounds; the median counts")
+    common.add_argument("--threads", type=positive(int), default=torch.get_num_threads(), help="CPU threads of both sides")
+    common.add_argument("--repeats", type=positive(int), default=3, help="measured rounds; the median counts")
     common.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
     common.add_argument("--record", metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
     m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")

@@ -16,12 +16,12 @@ import textwrap
 
 import torch
 
-from evaluate import NOTE, find_device, find_model
+from evaluate import NOTE
 from model import Cache, append, sample
 from rollout import Chat
 from rundir import Flags, die, positive
 from simulator import DYNAMICS, ScriptedUser, load_scenarios
-from weights import load, pick_dtype
+from weights import load, pick_device, pick_dtype, resolve
 
 
 def meter(emotion, change):
@@ -42,8 +42,6 @@ class Talk:
         used = int(self.cache.n[0])
         if used + len(chunk) + self.budget > self.limit:
             return None
-        self.cache.top = used                              # one row: nothing but garbage beyond it
-        self.cache.reserve(used + len(chunk) + self.budget)
         hidden = append(self.model, self.cache, [chunk])                                              # (1, D)
         [ids], _ = sample(self.model, self.cache, hidden, [self.budget], {self.chat.eot}, self.banned, **self.how)
         cut = ids[-1] != self.chat.eot
@@ -110,12 +108,12 @@ def main(argv=None):
         known = {s.id: s for s in load_scenarios(args.scenarios)}
         near = difflib.get_close_matches(args.user, known, 1, 0)
         scenario = known.get(args.user) or die(f"--user {args.user}: no such id in {args.scenarios}; the nearest is {near[0]}")
-    device = find_device(args.device)
-    dtype, name = pick_dtype(args.dtype, device), find_model(args.model)
-    model, tokenizer = load(name, dtype, device)
+    device = pick_device(args.device)
+    dtype, _ = pick_dtype(args.dtype, device), resolve(args.model)
+    model, tokenizer = load(args.model, dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
     generator = torch.Generator().manual_seed(args.seed)
-    print(f"{name}; /reset starts again, /quit ends")
+    print(f"{args.model}; /reset starts again, /quit ends")
     if scenario:
         print("\n" + textwrap.fill(f"you are: {scenario.persona} {scenario.background}", 100) + f"\n(the meter is the {NOTE}; it starts at {DYNAMICS[args.dynamics][0]})")
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)

@@ -21,30 +21,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rollout import Chat, rollout, transcript
+from rollout import Chat, check_budget, rollout, transcript
 from rundir import Flags, die, positive, record_result
 from simulator import DYNAMICS, INTENTS, SPLITS, ScriptedUsers, load_scenarios, words
 from weights import load, pick_device, pick_dtype, resolve
 
 NOTE = "rule score of the scripted user, not empathy"
-
-
-# ---------------------------------------------------------------------------------------------- which model, where
-def find_model(name):
-    """What --model got -> the name to load. A run folder stands for its best/; everything else is as given, checked, not yet loaded."""
-    if (Path(name) / "best").is_dir():
-        name = str(Path(name) / "best")
-    elif (Path(name) / "samples").is_dir():
-        die(f"--model {name}: this run has no best/ yet; its first evaluation writes it")
-    resolve(name)
-    return name
-
-
-def find_device(name):
-    """auto | cuda | mps | cpu -> torch.device, refused when this machine lacks it."""
-    if name == "cuda" and not torch.cuda.is_available() or name == "mps" and not torch.backends.mps.is_available():
-        die(f"--device {name}: not available here; use --device auto")
-    return pick_device() if name == "auto" else torch.device(name)
 
 
 # ---------------------------------------------------------------------------------------------- playing
@@ -66,11 +48,7 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
     torch's global state is neither read nor moved. Another `batch` gives the same dialogues at temperature 0 (but for
     rounding); above it the draws belong to a place in the batch, so compare runs at one batch size.
     """
-    if max_tokens > model.config.max_positions:
-        die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
-    longest = max((len(chat.opening(s.opening)), s.id) for s in scenarios)
-    if longest[0] + max_new_tokens > max_tokens:           # said now rather than by the last batch
-        die(f"--max_tokens {max_tokens} does not hold the opening of {longest[1]} ({longest[0]} tokens) and one reply ({max_new_tokens}); raise it")
+    check_budget(model, chat, scenarios, max_new_tokens, max_tokens)       # said now rather than by the last batch
     episodes, size = [], max(1, batch // repeats)
     for first in range(0, len(scenarios), size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
@@ -171,19 +149,20 @@ def run(args):
         if out.exists() and not args.overwrite:
             die(f"--out {out}: exists; give another name or --overwrite")
     scenarios = spread(load_scenarios(args.scenarios, None if args.split == "all" else args.split), args.n)
-    device = find_device(args.device)
-    dtype, name = pick_dtype(args.dtype, device), find_model(args.model)       # the model last: it may have to be downloaded
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    resolve(args.model)                                    # last: it may have to be downloaded
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    print(f"model      {name}, {str(dtype).removeprefix('torch.')} on {device}")
+    print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
     print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, scripted user, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
     print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats = {len(scenarios) * args.repeats}, up to {args.max_turns} replies of "
           f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
-    model, tokenizer = load(name, dtype, device)
+    model, tokenizer = load(args.model, dtype, device)
     chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(args.dynamics, args.max_turns)
     if out:
-        out.write_text("")
+        out.write_text("", encoding="utf-8")
     episodes, start, stopped = [], time.time(), ""
 
     def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only
@@ -206,7 +185,7 @@ def run(args):
                 print(f"\n---- {title}\n{transcript(e)}")
     result = summary(episodes)
     print(stopped + "\n" + table(result) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
-    line = {"label": args.label, "model": name, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
+    line = {"label": args.label, "model": args.model, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
             "max_turns": args.max_turns, "temperature": args.temperature, "note": NOTE, **result}
     if args.record and not stopped:
         record_result(args.record, line)
@@ -223,7 +202,7 @@ def main(argv=None):
     if argv[:1] != ["run"]:                                # the benches will be further commands
         die(f"{argv[0] if argv else 'nothing'} is not a command; there is: python evaluate.py run (--help lists its flags)")
     p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion: the {NOTE}.")
-    p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/), or .gguf (default: %(default)s)")
+    p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")
     p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the N best, median and worst dialogues (default: %(default)s)")
@@ -246,7 +225,12 @@ def main(argv=None):
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto = cuda, then mps, then cpu (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
-    args, _ = p.parse(argv[1:])
+    args, given = p.parse(argv[1:])
+    config = Path(args.model) / "config.json"
+    if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
+        saved = json.loads(config.read_text(encoding="utf-8"))
+        for name in {"dynamics", "max_turns", "max_new_tokens", "max_tokens", "temperature"} & saved.keys() - given:
+            setattr(args, name, saved[name])
     return run(args)
 
 

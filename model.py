@@ -126,13 +126,14 @@ def product(module, x):
     weight, bias = module.weight, getattr(module, "bias", None)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias is not None and bias.requires_grad)
     bias = None if bias is None else cast(module, "bias", x.dtype)
-    if needs_grad or not PACKS or x.device.type != "cpu":
+    if needs_grad or x.device.type != "cpu" or x.dtype not in PACKS:
         return F.linear(x, cast(module, "weight", x.dtype), bias)
-    packed = keep(module, "weight", x.dtype, lambda w: torch.ops.mkldnn._reorder_linear_weight(w.to(x.dtype), 32))   # 32: typical rows, a hint
+    packed = keep(module, "weight", ("packed", x.dtype), lambda w: torch.ops.mkldnn._reorder_linear_weight(w.to(x.dtype), 32))   # 32: typical rows, a hint
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-PACKS = torch.backends.mkldnn.is_available()
+PACKS = [torch.float32] * torch.backends.mkldnn.is_available()          # dtypes that this CPU's oneDNN multiplies
+PACKS += [torch.bfloat16] * (bool(PACKS) and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cast(module, name, dtype):
@@ -145,15 +146,15 @@ def cast(module, name, dtype):
     return keep(module, name, dtype, lambda w: w.to(dtype))
 
 
-def keep(module, name, dtype, make):
-    """make(module.name), made once and kept until the parameter changes: by an in-place edit, a load or an optimizer step."""
+def keep(module, name, form, make):
+    """make(module.name), made once per form and kept until the parameter changes: by an in-place edit, a load or an optimizer step."""
     w = getattr(module, name)
     kept = KEPT.setdefault(module, {})
-    key = (w._version, UPDATES[0] if w.requires_grad else 0, w.data_ptr(), dtype)
-    if name not in kept or kept[name][0] != key:
-        kept.pop(name, None)                               # the old copy goes before the new one is made
-        kept[name] = (key, make(w.detach()))
-    return kept[name][1]
+    state = (w._version, UPDATES[0] if w.requires_grad else 0, w.data_ptr())
+    if (name, form) not in kept or kept[name, form][0] != state:
+        kept.pop((name, form), None)                       # the old copy goes before the new one is made
+        kept[name, form] = (state, make(w.detach()))
+    return kept[name, form][1]
 
 
 class RMSNorm(nn.Module):
@@ -321,8 +322,7 @@ def append(model, cache, chunks):
     lengths = torch.tensor([len(c) for c in chunks], device=device)
     T = max(len(c) for c in chunks)
     ids = torch.tensor([c + [0] * (T - len(c)) for c in chunks], device=device)                       # (B, T)
-    cache.top = int(cache.n.max())                         # one host sync a turn: the bound must not drift above the real lengths
-    longest = int((cache.n + lengths).max())
+    cache.top, longest = torch.stack((cache.n, cache.n + lengths)).amax(1).tolist()     # host sync: the bound must not drift above the real lengths
     assert longest <= model.config.max_positions, f"{longest} tokens, but the model knows {model.config.max_positions} positions"
     cache.reserve(cache.top + T)
     hidden = model(ids, cache, lengths)                                                               # (B, T, D)
@@ -341,7 +341,7 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
 
     One uniform number a token, drawn up front, picks the token by inverse CDF: no RNG in the loop, and a row's tokens do
     not depend on which other rows are alive. Finished flags are read back every `check_every` tokens (the only host
-    sync); then rows that still talk are moved to the front and the others cost nothing more.
+    sync of the loop); then rows that still talk are moved to the front and the others cost nothing more.
     """
     B, device, longest = len(budgets), cache.n.device, max(budgets)
     end = int(cache.n.max()) + longest
@@ -432,6 +432,7 @@ class TokenLogprobs(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, hidden, weight, target, banned, temperature, chunk):
+        ctx.set_materialize_grads(False)                   # an unused entropy then has gradient None, and costs nothing
         N, V = len(hidden), len(weight)
         top = torch.full((N,), -float("inf"), device=hidden.device)
         total, first = torch.zeros_like(top), torch.zeros_like(top)           # sum e^(l-top), sum l e^(l-top)
@@ -456,18 +457,19 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, g_logp, g_entropy):
         hidden, weight, target, banned, lse, entropy = ctx.saved_tensors
         V, chunk = len(weight), ctx.chunk
+        g_logp = torch.zeros_like(lse) if g_logp is None else g_logp
         d_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         rows = torch.arange(len(hidden), device=hidden.device)
         for a in range(0, V, chunk):
             l = slice_logits(hidden, weight, banned, ctx.temperature, a, chunk).sub_(lse[:, None])    # log p
             p = l.exp()
-            if g_entropy.any():
+            if g_entropy is not None:
                 d = p * (-g_logp[:, None] - g_entropy[:, None] * (l.clamp_(min=-1e30) + entropy[:, None]))
             else:
                 d = p.mul_(-g_logp[:, None])
             here = (target >= a) & (target < a + d.shape[1])
-            d[rows[here], target[here] - a] += g_logp[here]
+            d[rows, (target - a).clamp(0, d.shape[1] - 1)] += g_logp * here               # one target a row: no collisions, no sync
             d = d.div_(ctx.temperature).to(hidden.dtype)                                              # (N, chunk)
             d_hidden += d @ weight[a:a + chunk].to(hidden.dtype)
             if d_weight is not None:

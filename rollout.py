@@ -10,15 +10,13 @@ together here as ids, because templates add a default system prompt (Qwen2.5) or
 
     python rollout.py show [--model smollm2-135m] [--scenario ID]     play one dialogue, trained tokens in green
 """
-import argparse
 import re
-import sys
 from dataclasses import dataclass, field
 
 import torch
 
 from model import Cache, append, sample
-from rundir import die
+from rundir import Flags, die, positive
 from weights import load, pick_device, pick_dtype
 
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
@@ -35,6 +33,9 @@ class Chat:
     def __init__(self, tokenizer, vocab, system=SYSTEM):
         self.tokenizer = tokenizer
         names = tokenizer.get_vocab()
+        # split_special_tokens leaves added tokens that aren't "special" whole; so such a string is cut after its first character
+        added = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content) > 1]
+        self.inside_added = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in added)) if added else None
         if "<|im_start|>" not in names or "<|im_end|>" not in names:
             die("this tokenizer has no <|im_start|> / <|im_end|>; only ChatML models (Qwen2.5, Qwen3, SmolLM2) are supported")
         self.start, self.eot = names["<|im_start|>"], names["<|im_end|>"]
@@ -51,8 +52,9 @@ class Chat:
             self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
 
     def plain(self, text):
-        """Ids of text in which special tokens are mere characters."""
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        """Ids of text in which special and added tokens (<|im_end|>, <think>, <tool_call>) are mere characters."""
+        pieces = self.inside_added.split(text) if self.inside_added else [text]
+        return [i for piece in pieces if piece for i in self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]]
 
     def turn(self, role, text):
         """<|im_start|>role, newline, text, <|im_end|>: without the newline that follows."""
@@ -115,6 +117,15 @@ class Episode:
 
 
 # ---------------------------------------------------------------------------------------------- the loop
+def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
+    """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions."""
+    if max_tokens > model.config.max_positions:
+        die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
+    longest, name = max((len(chat.opening(s.opening)), s.id) for s in scenarios)
+    if longest + max_new_tokens > max_tokens:
+        die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
+
+
 @torch.no_grad()
 def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None):
     """Play len(jobs) x copies dialogues to their end. jobs: list of (scenario, state). -> list[Episode], the copies of a job adjacent.
@@ -135,9 +146,6 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     prompts = [chat.opening(e.opening) for e in episodes[::copies]]
     for i, e in enumerate(episodes):
         e.rows[0].environment(prompts[i // copies])
-    if max(map(len, prompts)) + max_new_tokens > max_tokens:
-        die(f"--max_tokens {max_tokens} does not hold the longest opening ({max(map(len, prompts))} tokens) and one reply ({max_new_tokens}); raise it")
-
     cache = Cache(model, len(jobs), max(map(len, prompts)))
     hidden = append(model, cache, prompts)                                                            # (G, D)
     if copies > 1:
@@ -172,7 +180,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
             progress.update(len(talks) - len(keep))
         if not keep:
             break
-        cache.permute(keep + [i for i in range(len(talks)) if i not in set(keep)])
+        cache.permute(keep + sorted(set(range(len(talks))) - set(keep)))
         cache = cache.first(len(keep))
         talks = [talks[i] for i in keep]
         hidden = append(model, cache, chunks)
@@ -197,9 +205,9 @@ def micro_batches(rows, budget):
 
 def collate(rows, device):
     """Rows -> ids (B, T) right-padded, and for the N policy tokens: source (N,) flat index of the position that predicts the
-    token, target (N,), logp (N,) as sampled, row (N,) and turn (N,). Padding is known by length, never by id.
+    token, target (N,), logp (N,) as sampled, and `at`, a list of (row, turn). Padding is known by length, never by id.
 
-    Example: rows with ids [7, 8, 9] and mask [0, 1, 1] -> source [0, 1], target [8, 9].
+    Example: rows with ids [7, 8, 9] and mask [0, 1, 1] -> source [0, 1], target [8, 9], at [(0, 0), (0, 0)].
     """
     T = max(len(r.ids) for r in rows)
     ids = torch.tensor([r.ids + [0] * (T - len(r.ids)) for r in rows], device=device)                 # (B, T)
@@ -207,7 +215,7 @@ def collate(rows, device):
     assert all(i > 0 for _, i in at), "the first token of a row cannot be the policy's"
     pick = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device)
     return (ids, pick([b * T + i - 1 for b, i in at], torch.long), pick([rows[b].ids[i] for b, i in at], torch.long),
-            pick([rows[b].logp[i] for b, i in at], torch.float32), pick([b for b, _ in at], torch.long), pick([rows[b].turn[i] for b, i in at], torch.long))
+            pick([rows[b].logp[i] for b, i in at], torch.float32), [(b, rows[b].turn[i]) for b, i in at])
 
 
 # ---------------------------------------------------------------------------------------------- for the eyes
@@ -225,6 +233,17 @@ def transcript(e, parts=True):
     return "\n".join(lines)
 
 
+def marked(row, tokenizer):
+    """The row as text with each trained span in [[ ]], end of turn included: what samples/ shows of the tokens."""
+    out, start = [], 0
+    for i in range(1, len(row.ids) + 1):
+        if i == len(row.ids) or row.mask[i] != row.mask[start]:
+            text = tokenizer.decode(row.ids[start:i])
+            out.append(f"[[{text}]]" if row.mask[start] else text)
+            start = i
+    return "".join(out)
+
+
 def coloured(row, tokenizer):
     """The row's tokens one by one: trained ones green, the environment's grey."""
     out = []
@@ -235,16 +254,16 @@ def coloured(row, tokenizer):
 
 
 def main():
-    p = argparse.ArgumentParser(description="Play one dialogue and print its tokens: green = sampled and trained, grey = environment.")
+    p = Flags(description="Play one dialogue and print its tokens: green = sampled and trained, grey = environment.")
     p.add_argument("what", choices=["show"])
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder's best/, or .gguf (default: %(default)s)")
     p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file (default: %(default)s)")
     p.add_argument("--scenario", help="id of the scenario (default: the first of the dev split)")
-    p.add_argument("--turns", type=int, default=3, help="replies (default: %(default)s)")
-    p.add_argument("--max_new_tokens", type=int, default=48, help="tokens a reply (default: %(default)s)")
+    p.add_argument("--turns", type=positive(int), default=3, help="replies (default: %(default)s)")
+    p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args()
+    args, _ = p.parse()
     from simulator import ScriptedUsers, load_scenarios
     scenarios = load_scenarios(args.scenarios)
     chosen = next((s for s in scenarios if s.id == args.scenario or (args.scenario is None and s.split == "dev")), None)

@@ -19,8 +19,7 @@ class Reward:
 def score(episodes, reward="emotion"):
     """Reward of each episode: r = max(e_T, 0) / 100 (RLVER), and r_t = (e_t - e_{t-1}) / 100 per turn (MICA's potential difference
     with only an emotion number). A dialogue whose user failed gets None: it leaves the batch's statistics."""
-    if reward not in REWARDS:
-        raise SystemExit(f"--reward {reward}: choose from {', '.join(REWARDS)}")
+    assert reward in REWARDS, f"reward {reward!r} is not one of {REWARDS}"
     out = []
     for e in episodes:
         if e.finish == "user_failed":

@@ -19,6 +19,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def die(message):
 class Flags(argparse.ArgumentParser):
     """argparse with one-line errors (exit code 2), the nearest flag named for an unknown one, and a record of what was given."""
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
 
     def error(self, message):
         die(f"{message}; see {self.prog} --help")
@@ -53,13 +54,24 @@ class Flags(argparse.ArgumentParser):
 
 
 def positive(kind):
-    """argparse type: a number of `kind` above zero."""
+    """argparse type: a finite number of `kind` above zero."""
     def read(text):
         value = kind(text)
-        if not value > 0:
+        if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text} must be above 0")
         return value
     read.__name__ = f"positive {kind.__name__}"
+    return read
+
+
+def nonnegative(kind):
+    """argparse type: a finite number of `kind`, zero or more."""
+    def read(text):
+        value = kind(text)
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+        return value
+    read.__name__ = f"nonnegative {kind.__name__}"
     return read
 
 
@@ -76,8 +88,12 @@ class RunDir:
         run = cls(path)
         if run.path.exists():
             die(f"run folder {path} exists; give another --run, continue it with --resume {path}, or remove it")
-        (run.path / "samples").mkdir(parents=True)
-        write_atomically(run.path / "config.json", json.dumps(config, indent=1).encode())
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=run.path.name + "."))
+        (temporary / "samples").mkdir()
+        write_atomically(temporary / "config.json", json.dumps(config, indent=1).encode())
+        temporary.chmod(0o755)
+        temporary.rename(run.path)                         # a run folder has its config from its first moment on
         return run
 
     @classmethod
@@ -85,8 +101,8 @@ class RunDir:
         """An existing run and its config. SystemExit on a folder that is none."""
         run = cls(path)
         try:
-            config = json.loads((run.path / "config.json").read_text())
-        except FileNotFoundError:
+            config = json.loads((run.path / "config.json").read_text(encoding="utf-8"))
+        except OSError:
             die(f"--resume {path}: no run there (no config.json); runs are folders under runs/")
         except json.JSONDecodeError as e:
             die(f"{path}/config.json:{e.lineno}: broken JSON ({e.msg})")
@@ -94,12 +110,16 @@ class RunDir:
             (run.path / "best.old").rename(run.path / "best")
         return run, config
 
+    def configure(self, config):
+        """Write config.json again, atomically: a resumed run may have been given more steps."""
+        write_atomically(self.path / "config.json", json.dumps(config, indent=1).encode())
+
     def log(self, record):
-        with open(self.metrics, "a") as f:
+        with open(self.metrics, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
     def sample(self, step, text):
-        (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n")
+        (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n", encoding="utf-8")
 
     def save(self, state):
         """Write the checkpoint; the previous one stays whole until the new one is on disk. state: tensors, numbers, strings, lists, dicts."""
@@ -108,16 +128,16 @@ class RunDir:
     def load(self, device="cpu"):
         """The last checkpoint, or None where the run was killed before its first. Forgets metrics of steps after it."""
         if not self.state.exists():
-            state, step = None, 0
+            state, step = None, -1
         else:
             try:
                 state = torch.load(self.state, map_location=device, weights_only=True)
                 step = state["step"]
             except Exception as e:
-                die(f"{self.state}: not a readable checkpoint ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
+                die(f"{self.state}: not a readable checkpoint ({type(e).__name__}); restore it, or start a new run with --model {self.path}")
         if self.metrics.exists():
             kept = []
-            for line in self.metrics.read_text().splitlines():
+            for line in self.metrics.read_text(encoding="utf-8").splitlines():
                 try:
                     if json.loads(line)["step"] <= step:
                         kept.append(line + "\n")
@@ -146,17 +166,21 @@ def record_result(path, result):
     made = {"command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit or None, "machine": machine,
             "torch": torch.__version__, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as f:
+    with open(path, "a", encoding="utf-8") as f:
         f.write(json.dumps({**result, **made}) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------- Ctrl-C
 class StopOnInterrupt:
-    """The first Ctrl-C (or SIGTERM) asks the loop to finish its step and save; the second one ends at once."""
-    def __init__(self):
+    """Inside `with`: the first Ctrl-C (or SIGTERM) asks the loop to finish its step and save; the second one ends at once."""
+    def __enter__(self):
         self.asked = False
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self.ask)
+        self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
 
     def ask(self, number, frame):
         if self.asked:

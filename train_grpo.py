@@ -19,32 +19,34 @@ import torch
 from tqdm import tqdm
 
 import evaluate
+from evaluate import half_up
 from model import token_logprobs
-from rollout import Chat, collate, micro_batches, rollout, transcript
+from rollout import Chat, check_budget, collate, marked, micro_batches, rollout, transcript
 from rubric import REWARDS, score
-from rundir import Flags, RunDir, StopOnInterrupt, die, positive
+from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from simulator import ScriptedUsers, load_scenarios
 from train_sft import cold_start, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
-    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=10, groups=8, group_size=8, max_turns=5, max_new_tokens=48,
+    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=8, group_size=8, max_turns=5, max_new_tokens=48, max_tokens=1024,
                    temperature=0.8, lr=1e-4, minibatches=4, train_layers=15, credit="turn", tokens_per_microbatch=4096),
-    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128,
+    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128, max_tokens=2048,
                 temperature=1.0, lr=1e-6, minibatches=4, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
 }
 p = Flags(description=__doc__)
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
 p.add_argument("--run", default="runs/grpo", help="folder of this run; must not exist (default: %(default)s)")
 p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
-p.add_argument("--seed", type=int, default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
+p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
 p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
 # ---- model
 p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
 p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
 p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
-p.add_argument("--train_layers", type=int, help="* train the upper N layers, freeze the rest; 0 = train everything")
+p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
+p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
 # ---- rollout
 p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
 p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
@@ -52,12 +54,12 @@ p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
 p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; the advantage compares them")
 p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
 p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply")
-p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
+p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
 p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
 p.add_argument("--credit", choices=["trajectory", "turn"], help="* trajectory: one advantage a dialogue (RLVER); turn: discounted emotion changes, one a reply (MICA's G_t)")
-p.add_argument("--gamma", type=float, default=0.85, help="discount per turn of --credit turn (default: %(default)s, MICA)")
+p.add_argument("--gamma", type=nonnegative(float), default=0.85, help="discount per turn of --credit turn (default: %(default)s, MICA)")
 p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this) (default: %(default)s, in reward units)")
 # ---- loss and optimiser
 p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
@@ -66,13 +68,13 @@ p.add_argument("--lr", type=positive(float), help="* learning rate of AdamW")
 p.add_argument("--clip_low", type=positive(float), default=0.2, help="ratio clip below 1 (default: %(default)s)")
 p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio clip above 1 (default: %(default)s, clip-higher)")
 p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
-p.add_argument("--kl", type=float, default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy (default: %(default)s, no copy)")
+p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy (default: %(default)s, no copy)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
 p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
 # ---- output
 p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
 p.add_argument("--save_every", type=positive(int), default=5, help="steps between checkpoints (default: %(default)s)")
-p.add_argument("--final_repeats", type=int, default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
+p.add_argument("--final_repeats", type=nonnegative(int), default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
 
 
 # ---------------------------------------------------------------------------------------------- advantages
@@ -141,8 +143,8 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         use = [i for i in use if episodes[i].finish != "user_failed"]
         rows = [episodes[i].rows[0] for i in use]
         for index in micro_batches(rows, args.tokens_per_microbatch):
-            ids, source, target, old, row, turn = collate([rows[i] for i in index], device)           # (B, T), then (N,) each
-            advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in zip(row.tolist(), turn.tolist())], device=device)
+            ids, source, target, old, at = collate([rows[i] for i in index], device)                  # (B, T), then (N,) each
+            advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in at], device=device)    # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
@@ -179,8 +181,9 @@ def main(argv=None):
         for name in given - {"resume", "steps", "threads"}:
             if getattr(args, name) != saved[name]:
                 die(f"--resume {args.resume} continues with its own --{name} {saved[name]}; leave --{name} out, or start a new run")
-        args = type(args)(**{**saved, **{k: getattr(args, k) for k in given & {"steps", "threads"}}, "resume": args.resume})
-    device = pick_device()
+        saved.update({k: getattr(args, k) for k in given & {"steps", "threads"}})
+        args = type(args)(**saved, resume=args.resume)
+    device = pick_device(args.device)
     if not args.resume:
         args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
         for name, value in PRESETS[args.preset].items():
@@ -207,15 +210,19 @@ def main(argv=None):
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config["init"] = str(init)
-    run = run if args.resume else RunDir.create(args.run, config)
+    state = run.load(device) if args.resume else None
     model, tokenizer = load(str(init), dtype, device)
+    if args.train_layers > len(model.model.layers):
+        die(f"--train_layers {args.train_layers}: this model has {len(model.model.layers)}")
     model.train_only_upper(args.train_layers)
     chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
+    check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
+    run = run if args.resume else RunDir.create(args.run, config)
+    run.configure(config)
     reference = deepcopy(model).requires_grad_(False) if args.kl > 0 else None
     parameters = [q for q in model.parameters() if q.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=device.type != "mps")
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     start, best = 0, -1.0
-    state = run.load(device) if args.resume else None
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -240,56 +247,56 @@ def main(argv=None):
         run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best})
 
     # ------------------------------------------------------------------------------------------ the loop
-    stop = StopOnInterrupt()
-    if start == 0:
-        found, best = evaluate_dev(0, best)
-        run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
-        print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
-    for step in range(start, args.steps):
-        clock = [time.time()]
-        # uniform over scenarios: one seeded shuffle after another, G at a time
-        stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
-        at = step * args.groups % len(train)
-        jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-        with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
-            episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
-        clock.append(time.time())
+    with StopOnInterrupt() as stop:
+        if start == 0:
+            found, best = evaluate_dev(0, best)
+            run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
+            print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
+        for step in range(start, args.steps):
+            clock = [time.time()]
+            # uniform over scenarios: one seeded shuffle after another, G at a time
+            stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
+            at = step * args.groups % len(train)
+            jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+            with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
+                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+            clock.append(time.time())
 
-        rewards = score(episodes, args.reward)
-        if args.credit == "turn":
-            advantages, flat = turn_advantages(rewards, args.group_size, args.std_floor, args.gamma)
-        else:
-            advantages, flat = trajectory_advantages(rewards, args.group_size, args.std_floor)
-        metrics = update(args, model, reference, optimizer, chat, episodes, advantages)
-        clock.append(time.time())
-        # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
-        limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]
-        if metrics["canary"] > limit:
-            print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
+            rewards = score(episodes, args.reward)
+            if args.credit == "turn":
+                advantages, flat = turn_advantages(rewards, args.group_size, args.std_floor, args.gamma)
+            else:
+                advantages, flat = trajectory_advantages(rewards, args.group_size, args.std_floor)
+            metrics = update(args, model, reference, optimizer, chat, episodes, advantages)
+            clock.append(time.time())
+            # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
+            limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]
+            if metrics["canary"] > limit:
+                print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
-        found = evaluate.summary(episodes)
-        stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
-        record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
-                  "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
-                  **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
-        last = step + 1 == args.steps or stop.asked
-        if (step + 1) % args.eval_every == 0 or last:
-            found, best = evaluate_dev(step + 1, best)
-            record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
-        clock.append(time.time())
-        seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
-        tokens = sum(len(r.ids) for e in episodes for r in e.rows)
-        run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
-        run.sample(step + 1, "\n\n".join(transcript(e) for e in episodes[::args.group_size]))
-        dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
-        print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
-              f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
-        if (step + 1) % args.save_every == 0 or last:
-            checkpoint(step + 1)
-        if stop.asked:
-            print(f"saved {run.path}; go on with: python train_grpo.py --resume {run.path}")
-            return
+            found = evaluate.summary(episodes)
+            stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
+                      "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
+            if (step + 1) % args.eval_every == 0:
+                found, best = evaluate_dev(step + 1, best)
+                record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
+            clock.append(time.time())
+            seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
+            tokens = sum(len(r.ids) for e in episodes for r in e.rows)
+            run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
+            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {marked(e.rows[0], tokenizer)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
+            dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
+            print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
+                  f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
+            stopping = stop.asked                              # read once: a Ctrl-C from here on is seen by the next step
+            if (step + 1) % args.save_every == 0 or step + 1 == args.steps or stopping:
+                checkpoint(step + 1)
+            if stopping:
+                print(f"saved {run.path}; go on with: python train_grpo.py --resume {run.path}")
+                return
 
     # ------------------------------------------------------------------------------------------ what it learned
     if args.final_repeats:
@@ -303,8 +310,8 @@ def main(argv=None):
                 results[name] = evaluate.summary(evaluate.play(model, chat, users, heldout, repeats=args.final_repeats, seed=args.seed, progress=bar, **talk))
         print(f"\nheld-out, {len(heldout)} scenarios x {args.final_repeats} dialogues, rule score of the scripted user (0-100):")
         for name, r in results.items():
-            print(f"  {name:14s} {r['emotion']:5.1f}  95 % CI [{r['low']:.1f}, {r['high']:.1f}]  success {r['success']:.0f} %  failure {r['failure']:.0f} %")
-        (run.path / "result.json").write_text(json.dumps(results, indent=1))
+            print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %")
+        (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 
 

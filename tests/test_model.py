@@ -56,7 +56,7 @@ def test_five_ragged_turns_on_a_live_cache_equal_transformers(arch, heads, kv, t
 
 
 def test_each_row_alone_gives_the_same_tokens_as_in_the_batch(tiny):
-    """Pitfall 11: also with sampling, since each row has its own uniform numbers."""
+    """Pitfall 11: a greedy row does not depend on its neighbours or their lengths."""
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
     batch, _, _ = generate(tiny, prompts, 12, {2}, temperature=0)
     for p, want in zip(prompts, batch):

@@ -23,24 +23,11 @@ import simulator as sim  # noqa: E402
 INTENTS = sim.INTENTS
 
 
-def _scenarios():
-    if (ROOT / "data/scenarios.jsonl").exists():
-        return sim.load_scenarios(ROOT / "data/scenarios.jsonl")
-    return [s for f in sorted((ROOT / "data/parts").glob("*.jsonl")) if "demo" not in f.name for s in sim.load_scenarios(f)]
-
-
-def _demonstrations():
-    if (ROOT / "data/demonstrations.jsonl").exists():
-        rows = [json.loads(line) for line in (ROOT / "data/demonstrations.jsonl").read_text().splitlines()]
-        return {r["scenario"]: [m["content"] for m in r["messages"] if m["role"] == "assistant"] for r in rows}
-    rows = [json.loads(line) for f in sorted((ROOT / "data/parts").glob("demo_*.jsonl")) for line in f.read_text().splitlines()]
-    return {r["scenario"]: r["replies"] for r in rows}
-
-
-ALL = _scenarios()
+ALL = sim.load_scenarios(ROOT / "data/scenarios.jsonl")
 BY_ID = {s.id: s for s in ALL}
 HELDOUT = [s for s in ALL if s.split == "heldout"]
-DEMOS = _demonstrations()
+DEMOS = {row["scenario"]: [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+         for row in map(json.loads, (ROOT / "data/demonstrations.jsonl").read_text(encoding="utf-8").splitlines())}
 
 # ---------------------------------------------------------------- the experts: one a hidden intention, transcript in, reply out
 

@@ -216,7 +216,7 @@ def test_only_the_upper_layers_train(batch):
 
 # ---------------------------------------------------------------------------------------------- runs
 TINY = ["--cold_start", "none", "--scenarios", SCENARIOS, "--groups", "2", "--group_size", "2", "--max_turns", "2", "--max_new_tokens", "5", "--train_layers", "1", "--minibatches", "2",
-        "--eval_every", "3", "--save_every", "1", "--final_repeats", "0", "--lr=0.001", "--dtype", "fp32", "--threads", "1"]
+        "--eval_every", "2", "--save_every", "2", "--final_repeats", "0", "--lr=0.001", "--dtype", "fp32", "--threads", "1"]
 
 
 def metrics(run):
@@ -264,8 +264,6 @@ def test_pitfalls_26_and_27_killed_ten_times(tiny_folder, unbroken, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         kills += 1
-        if not (run / "config.json").exists() and run.exists():
-            run.rmdir() if not any(run.iterdir()) else [p.rmdir() for p in (run / "samples", run)]
     assert metrics(run) == metrics(unbroken)
     a, b = weights(run), weights(unbroken)
     assert all(torch.equal(a[k], b[k]) for k in b)
@@ -273,7 +271,7 @@ def test_pitfalls_26_and_27_killed_ten_times(tiny_folder, unbroken, tmp_path):
 
 def test_ctrl_c_finishes_the_step_and_saves(tiny_folder, unbroken, tmp_path):
     run = tmp_path / "stopped"
-    process = subprocess.Popen([sys.executable, str(ROOT / "train_grpo.py"), "--model", tiny_folder, "--run", str(run), "--steps", "6", *TINY],
+    process = subprocess.Popen([sys.executable, str(ROOT / "train_grpo.py"), "--model", tiny_folder, "--run", str(run), "--steps", "6", *TINY, "--save_every", "100"],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"})
     for line in process.stdout:
         if line.startswith("step   1"):
@@ -286,7 +284,8 @@ def test_ctrl_c_finishes_the_step_and_saves(tiny_folder, unbroken, tmp_path):
 
 @pytest.mark.parametrize("flags,word", [(["--grups", "3"], "did you mean --groups?"), (["--groups", "0"], "--groups"), (["--dtype", "fp16"], "fp16"), (["--model", "nowhere/x/y"], "nowhere"),
                                         (["--scenarios", "none.jsonl"], "none.jsonl"), (["--resume", "runs/none-such"], "none-such"), (["--run", "tests"], "exists"), (["--lr", "fast"], "--lr"),
-                                        (["--cold_start", "none.jsonl"], "none.jsonl"), (["--group_size", "1"], "--group_size"), (["--groups", "1000"], "--groups")])
+                                        (["--cold_start", "none.jsonl"], "none.jsonl"), (["--group_size", "1"], "--group_size"), (["--groups", "1000"], "--groups"), (["--seed", "-1"], "--seed"),
+                                        (["--kl", "-1"], "--kl"), (["--minibatches", "3"], "--minibatches"), (["--final_repeats", "-1"], "--final_repeats"), (["--resume", "README.md"], "README.md")])
 def test_bad_input_is_one_line_before_weights_load(flags, word, tiny_folder, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(train_grpo, "load", lambda *a: pytest.fail("weights were loaded"))
@@ -305,6 +304,32 @@ def test_a_half_written_checkpoint_is_named(tiny_folder, unbroken, tmp_path, cap
     with pytest.raises(SystemExit) as e:
         train_grpo.main(["--resume", str(tmp_path / "run")])
     assert e.value.code == 2 and "state.pt" in capsys.readouterr().err
+
+
+def test_killed_before_the_first_checkpoint(tiny_folder, unbroken, tmp_path):
+    """The run starts over, and step 0 is in the metrics once."""
+    import shutil
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    shutil.rmtree(run / "checkpoint")
+    train_grpo.main(["--resume", str(run)])
+    assert metrics(run) == metrics(unbroken)
+
+
+def test_a_longer_run_is_remembered(tiny_folder, tmp_path):
+    """--resume with more --steps writes them down: a later plain --resume goes to the same end."""
+    run = tmp_path / "run"
+    train_grpo.main(["--model", tiny_folder, "--run", str(run), "--steps", "1", *TINY])
+    train_grpo.main(["--resume", str(run), "--steps", "2"])
+    assert json.loads((run / "config.json").read_text())["steps"] == 2 and metrics(run)[-1]["step"] == 2
+    assert "[[" in (run / "samples" / "step_000002.txt").read_text() and "Reward(" in (run / "samples" / "step_000002.txt").read_text()
+
+
+@pytest.mark.parametrize("flags,word", [(["--max_tokens", "60"], "--max_tokens"), (["--train_layers", "99"], "--train_layers"), (["--max_tokens", "100000"], "positions")])
+def test_what_only_the_model_can_tell_leaves_no_run_folder(flags, word, tiny_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY, *flags])
+    assert e.value.code == 2 and word in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_resume_refuses_other_flags(unbroken, capsys):

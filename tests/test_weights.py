@@ -81,7 +81,7 @@ def test_an_unknown_gguf_is_refused_by_name(tmp_path, capsys):
 
 
 def test_smollm2_equals_transformers_on_real_text(capsys):
-    """The embedded model, real weights: logits, greedy tokens and log-probs over three ragged turns on a live cache, and it knows a fact."""
+    """The embedded model, real weights: logits, greedy tokens and log-probs over five ragged turns on a live cache, and it knows a fact."""
     import transformers
     try:
         folder = smollm2_folder()
@@ -91,7 +91,8 @@ def test_smollm2_equals_transformers_on_real_text(capsys):
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama" and len(model.model.layers) == 30
     hf = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    chunks = [[encode("The capital of France is"), encode("My sister sold the violin without")], [encode(" and the capital of Italy is"), encode(". Then")], [encode("."), encode(" my mother said that")]]
+    chunks = [[encode("The capital of France is"), encode("My sister sold the violin without")], [encode(" and the capital of Italy is"), encode(". Then")], [encode("."), encode(" my mother said that")],
+              [encode(" Then"), encode(", and so I")], [encode(" we went home, and it was"), encode(" not")]]
     cache, rows, pending = Cache(model, 2, 0), [[], []], [[], []]
     for chunk in chunks:
         hidden = append(model, cache, [p + c for p, c in zip(pending, chunk)])
@@ -102,6 +103,7 @@ def test_smollm2_equals_transformers_on_real_text(capsys):
                 score = hf(torch.tensor([rows[b] + tokens[b]])).logits[0].log_softmax(-1)
             at = range(len(rows[b]) - 1, len(rows[b]) + len(tokens[b]) - 1)
             assert tokens[b] == [int(score[i].argmax()) for i in at]
+            assert (model.logits(hidden[b:b + 1])[0].log_softmax(-1) - score[at[0]]).abs().max() < 1e-4
             assert max(abs(l - score[i, t]) for l, i, t in zip(logps[b], at, tokens[b])) < 1e-4
             rows[b], pending[b] = rows[b] + tokens[b], tokens[b][-1:]
     assert "Paris" in tokenizer.decode(rows[0]) and "Rome" in tokenizer.decode(rows[0])
