@@ -5,7 +5,7 @@ Against PPO it drops the value function: the baseline is the mean of K dialogues
 paper it drops the KL term (off by default), the division by each answer's length (a constant denominator instead, so that
 length is not rewarded), and by default the division by the group's std below a floor.
 
-    python train_grpo.py                          laptop: SmolLM2-135M, cold start, then RL; about 20 minutes on 2 cores
+    python train_grpo.py                          laptop: SmolLM2-135M, cold start, then RL; 20-25 minutes on 2 cores
     python train_grpo.py --preset gpu             Qwen2.5-0.5B-Instruct on one GPU
     python train_grpo.py --resume runs/grpo       go on, bit for bit
 """
