@@ -321,8 +321,18 @@ def test_a_longer_run_is_remembered(tiny_folder, tmp_path):
     run = tmp_path / "run"
     train_grpo.main(["--model", tiny_folder, "--run", str(run), "--steps", "1", *TINY])
     train_grpo.main(["--resume", str(run), "--steps", "2"])
+    assert not (run / "result.json").exists()
     assert json.loads((run / "config.json").read_text())["steps"] == 2 and metrics(run)[-1]["step"] == 2
     assert "[[" in (run / "samples" / "step_000002.txt").read_text() and "Reward(" in (run / "samples" / "step_000002.txt").read_text()
+
+
+def test_the_closing_table(tiny_folder, tmp_path, capsys):
+    """Base and best policy on the held-out split, printed and kept; no cold start, no such row."""
+    run = tmp_path / "run"
+    train_grpo.main(["--model", tiny_folder, "--run", str(run), "--steps", "1", *TINY, "--final_repeats", "1"])
+    results = json.loads((run / "result.json").read_text())
+    assert set(results) == {"base", "RL (best dev)"} and results["base"]["n"] == 48
+    assert "held-out, 48 scenarios x 1 dialogues" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags,word", [(["--max_tokens", "60"], "--max_tokens"), (["--train_layers", "99"], "--train_layers"), (["--max_tokens", "100000"], "positions")])
