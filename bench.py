@@ -84,6 +84,7 @@ def their_generate(theirs, histories, new):
 
 # ---------------------------------------------------------------------------------------------- decode
 def decode(args):
+    """Greedy tokens/s of ragged batches, prefill included, and the share of rows whose tokens agree."""
     model, _, theirs = both_models(args)
     rng, rows = random.Random(args.seed), []
     print(f"{args.new} greedy tokens after ragged prompts of {args.prompt[0]}..{args.prompt[1]} tokens, {args.dtype}, tokens/s (prefill included)")
@@ -105,6 +106,7 @@ def decode(args):
 
 # ---------------------------------------------------------------------------------------------- turns
 def turns(args):
+    """Seconds a turn of B dialogues: ours appends to a live cache, theirs reads the whole history again."""
     model, _, theirs = both_models(args)
     rng, B = random.Random(args.seed), args.dialogues
     env = [[random_ids(rng.randint(*args.chunk), model.config.vocab, rng) for _ in range(B)] for _ in range(args.turns)]
@@ -174,6 +176,7 @@ def logprob_child(args):
 
 
 def logprob(args):
+    """Peak extra memory (GB) and seconds of forward and backward, each side in processes of its own."""
     if args.child:
         return logprob_child(args)
     need = 3.2 * args.tokens * args.vocab * 4 / 1e9
@@ -236,6 +239,7 @@ def make_prompts(tokenizer, n, length, rng):
 
 
 def step(args):
+    """Seconds of one whole GRPO step; TRL's trainer and ours take turns in one process."""
     try:
         import trl
         from datasets import Dataset

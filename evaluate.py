@@ -84,6 +84,7 @@ def clustered_ci(values, clusters, resamples=4000, seed=0):
 
 
 def mean(values):
+    """Mean of a list, None of an empty one."""
     return sum(values) / len(values) if values else None   # ints are summed exactly, so that 61.25 is 61.25
 
 

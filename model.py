@@ -478,6 +478,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def slice_logits(hidden, weight, banned, temperature, a, chunk):
+    """fp32 logits (N, <= chunk) of ids a .. a+chunk-1 at that temperature, banned ids -inf; forward and backward must agree on them."""
     l = F.linear(hidden, weight[a:a + chunk].to(hidden.dtype)).float().div_(temperature)
     return l if banned is None else l.masked_fill_(banned[a:a + chunk], float("-inf"))
 

@@ -3,7 +3,7 @@ GRPO on a simulated user's emotion, whole algorithm top to bottom: talk, score, 
 
 Against PPO it drops the value function: the baseline is the mean of K dialogues of the same scenario. Against the GRPO
 paper it drops the KL term (off by default), the division by each answer's length (a constant denominator instead, so that
-length is not rewarded), and by default the division by the group's std below a floor.
+length is not rewarded), and the division by a group std that is below a floor (it would blow up noise).
 
     python train_grpo.py                          laptop: SmolLM2-135M, cold start, then RL; 20-25 minutes on 2 cores
     python train_grpo.py --preset gpu             Qwen2.5-0.5B-Instruct on one GPU

@@ -3,7 +3,6 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from conftest import hf_model, ours
 from model import KEPT, Cache, Config, append, generate, sample, token_logprobs, truncate
