@@ -8,6 +8,7 @@ Left out on purpose: a timed test (timing belongs here, tests are about right an
     python bench.py turns       a live cache over 8 turns                          against re-reading the history each turn
     python bench.py logprob     peak memory of log-probs at a 152 k vocabulary     against log_softmax of all logits
     python bench.py step        one whole GRPO step, rollout and update            against TRL's GRPOTrainer, where installed
+    python bench.py ppo         one PPO update, values and all                     against one GRPO update on the same dialogues
 """
 import argparse
 import json
@@ -27,10 +28,12 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from model import Cache, append, generate, sample, token_logprobs
-from rollout import Episode, Row
-from rubric import Reward
+import train_ppo
+from model import Cache, Critic, append, generate, sample, token_logprobs
+from rollout import Chat, Episode, Row, rollout
+from rubric import Reward, score
 from rundir import Flags, die, positive, record_result
+from simulator import ScriptedUsers, load_scenarios
 from train_grpo import trajectory_advantages, update
 from weights import DTYPES, load, pick_device, resolve
 
@@ -221,7 +224,7 @@ def our_step(model, optimizer, prompts, args, generator):
         rewards.append(Reward(len(set(ids)) / C, turns=[0.0]))
     advantages, _ = trajectory_advantages(rewards, K, 1e-4)
     middle = clock()
-    settings = SimpleNamespace(minibatches=1, max_turns=1, max_new_tokens=C, tokens_per_microbatch=args.micro_ours * (args.prompt_tokens + C), temperature=args.temperature,
+    settings = SimpleNamespace(minibatches=1, epochs=1, max_turns=1, max_new_tokens=C, tokens_per_microbatch=args.micro_ours * (args.prompt_tokens + C), temperature=args.temperature,
                                clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1.0)
     update(settings, model, None, optimizer, SimpleNamespace(banned=torch.zeros(model.config.vocab, dtype=torch.bool)), episodes, advantages)
     return middle - start, clock() - middle
@@ -296,6 +299,44 @@ def step(args):
     finish(args, **result)
 
 
+# ---------------------------------------------------------------------------------------------- ppo
+def ppo(args):
+    """Seconds and peak memory of one update on the same dialogues of the laptop preset: GRPO's, PPO's with a shared critic, PPO's with a separate one."""
+    preset = SimpleNamespace(**{**vars(train_ppo.p.parse([])[0]), **train_ppo.PRESETS["laptop"]})
+    model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
+    model.train_only_upper(preset.train_layers)
+    chat, jobs = Chat(tokenizer, model.config.vocab), [(s, None) for s in load_scenarios("data/scenarios.jsonl", "train")[::12]]
+    with tqdm(total=64, desc="dialogues", leave=False) as bar:
+        episodes = rollout(model, chat, ScriptedUsers(), jobs, 8, preset.max_turns, preset.max_new_tokens, preset.max_tokens, preset.temperature,
+                           torch.Generator().manual_seed(args.seed), bar)
+    rewards, critics = score(episodes), {"PPO, shared": Critic(model), "PPO, separate": Critic(model, separate=True)}
+    adam = lambda *modules: torch.optim.AdamW([q for m in modules for q in m.parameters() if q.requires_grad], lr=1e-6, fused=True)
+    optimizers = {"GRPO": adam(model), **{name: adam(model, critic) for name, critic in critics.items()}}
+
+    def one(name):
+        if name == "GRPO":
+            return update(preset, model, None, optimizers[name], chat, episodes, trajectory_advantages(rewards, 8, 0.03)[0])
+        b = train_ppo.advantages(preset, model, critics[name], None, chat, episodes, rewards, preset.lam)
+        return train_ppo.update(preset, model, critics[name], None, optimizers[name], chat, episodes, b)
+    seconds, peak = {name: [] for name in optimizers}, {}
+    for repeat in tqdm(range(args.repeats + 1), desc="rounds", leave=False):
+        for name in seconds if repeat % 2 else reversed(seconds):
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            elif Path("/proc/self/clear_refs").exists():
+                Path("/proc/self/clear_refs").write_text("5")                # the peak starts again from what is held now
+            _, s = timed(one, name)
+            seconds[name] += [s] if repeat else []         # the first round warms up: packed weights, Adam's state
+            peak[name] = memory("VmHWM")
+    middle = {name: statistics.median(s) for name, s in seconds.items()}
+    print(f"one update on the same {len(episodes)} dialogues, upper {preset.train_layers} layers, {preset.minibatches} optimiser steps, {args.dtype}")
+    print(f"{'':14} {'seconds':>8} {'ratio':>6} {'peak GB, everything held':>26}")
+    for name, s in middle.items():
+        print(f"{name:14} {s:8.2f} {s / middle['GRPO']:6.2f} {peak[name]:26.2f}")
+    finish(args, grpo_seconds=round(middle["GRPO"], 2), shared_seconds=round(middle["PPO, shared"], 2), separate_seconds=round(middle["PPO, separate"], 2),
+           ratio=round(middle["PPO, shared"] / middle["GRPO"], 2), ratio_separate=round(middle["PPO, separate"] / middle["GRPO"], 2), peak_gb={k: round(v, 2) for k, v in peak.items()})
+
+
 # ---------------------------------------------------------------------------------------------- flags
 def main():
     show = argparse.ArgumentDefaultsHelpFormatter
@@ -330,10 +371,11 @@ def main():
     m.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, also in the loss")
     m.add_argument("--micro_ours", type=int, default=8, help="rows a micro-batch, ours")
     m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
+    modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
-    {"decode": decode, "turns": turns, "logprob": logprob, "step": step}[args.mode](args)
+    {"decode": decode, "turns": turns, "logprob": logprob, "step": step, "ppo": ppo}[args.mode](args)
 
 
 if __name__ == "__main__":

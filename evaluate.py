@@ -130,6 +130,20 @@ def table(s):
     return "\n".join(lines + [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()])
 
 
+def closing_table(folders, scenarios, repeats, users, dtype, device, seed, **talk):
+    """What a training script prints last: the same held-out dialogues played with each of its models. folders: name -> HF folder.
+    -> name -> summary."""
+    results = {}
+    for name, folder in folders.items():
+        model, tokenizer = load(str(folder), dtype, device)
+        with tqdm(total=len(scenarios) * repeats, desc=f"held-out, {name}", leave=False) as bar:
+            results[name] = summary(play(model, Chat(tokenizer, model.config.vocab), users, scenarios, repeats, seed=seed, progress=bar, **talk))
+    print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, {NOTE} (0-100):")
+    for name, r in results.items():
+        print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %")
+    return results
+
+
 # ---------------------------------------------------------------------------------------------- run
 def row(e, repeat):
     """One line of --out: the dialogue as text, with what it did to the user."""

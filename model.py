@@ -10,15 +10,15 @@ at position p sees the slots <= p. Garbage (the padding of a ragged chunk) can o
 next real token overwrites it before any query may look. That makes ragged batches, rewinding, sharing a prompt
 and retiring a row all one-liners.
 """
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rundir import die
+from linear import Linear, product
 
 # ---------------------------------------------------------------------------------------------- configuration
 @dataclass
@@ -35,25 +35,6 @@ class Config:
     rope_theta: float
     tied: bool           # the output head is the embedding
     max_positions: int
-
-    @classmethod
-    def from_hf(cls, c):
-        """Config from the dict of an HF config.json (transformers 4 or 5 spelling). SystemExit on what we can't run exactly."""
-        arch = c.get("model_type")
-        if arch not in ("qwen2", "qwen3", "llama"):
-            die(f"model_type {arch!r} is not supported; use a Qwen2/Qwen2.5, Qwen3 or Llama/SmolLM2 checkpoint")
-        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}   # transformers 5 moved rope_theta in here
-        for bad, why in ((rope.get("rope_type", rope.get("type", "default")) != "default", "rope scaling"),
-                         (c.get("use_sliding_window"), "sliding-window attention"), (c.get("mlp_bias"), "mlp_bias"),
-                         (c.get("attention_bias") and arch != "qwen2", "attention_bias"),
-                         (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}")):
-            if bad:
-                die(f"this {arch} checkpoint uses {why}, which model.py does not implement")
-        heads = c["num_attention_heads"]
-        return cls(arch, c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
-                   c.get("head_dim") or c["hidden_size"] // heads, c["intermediate_size"], c["rms_norm_eps"],
-                   float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0), bool(c.get("tie_word_embeddings", False)),
-                   c.get("max_position_embeddings", 2048))
 
 
 # ---------------------------------------------------------------------------------------------- the cache
@@ -105,58 +86,6 @@ class Cache:
 
 
 # ---------------------------------------------------------------------------------------------- the network
-KEPT = WeakKeyDictionary()                                 # module -> its cast or packed weights: in no state_dict, no checkpoint, no deepcopy
-UPDATES = [0]                                              # optimizer steps so far, of any optimizer: fused kernels don't count in _version
-register_optimizer_step_post_hook(lambda *_: UPDATES.__setitem__(0, UPDATES[0] + 1))
-
-
-class Linear(nn.Linear):
-    """fp32 master weight, product in the dtype of x. While sampling the cast copy is kept until the weight changes
-    (an in-place edit, a load or an optimizer step drops it); in training the cast is part of the graph."""
-    def forward(self, x):
-        return product(self, x)
-
-
-def product(module, x):
-    """x (..., D) -> x @ module.weight.T + bias, in the dtype of x; module is a Linear or the tied embedding.
-
-    Sampling on a CPU multiplies 1 to 64 rows at a time, where oneDNN with the weight laid out once in its own order is
-    1.3-2x faster than the BLAS call of F.linear; that costs one more copy of the weights, kept until they change.
-    """
-    weight, bias = module.weight, getattr(module, "bias", None)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias is not None and bias.requires_grad)
-    bias = None if bias is None else cast(module, "bias", x.dtype)
-    if needs_grad or x.device.type != "cpu" or x.dtype not in PACKS:
-        return F.linear(x, cast(module, "weight", x.dtype), bias)
-    packed = keep(module, "weight", ("packed", x.dtype), lambda w: torch.ops.mkldnn._reorder_linear_weight(w.to(x.dtype), 32))   # 32: typical rows, a hint
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-PACKS = [torch.float32] * torch.backends.mkldnn.is_available()          # dtypes that this CPU's oneDNN multiplies
-PACKS += [torch.bfloat16] * (bool(PACKS) and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def cast(module, name, dtype):
-    """module.name in `dtype`: the parameter itself, a differentiable cast of it, or (no gradient wanted) a kept copy."""
-    w = getattr(module, name)
-    if w.dtype == dtype:
-        return w
-    if torch.is_grad_enabled() and w.requires_grad:
-        return w.to(dtype)                                # autograd casts the gradient back to fp32
-    return keep(module, name, dtype, lambda w: w.to(dtype))
-
-
-def keep(module, name, form, make):
-    """make(module.name), made once per form and kept until the parameter changes: by an in-place edit, a load or an optimizer step."""
-    w = getattr(module, name)
-    kept = KEPT.setdefault(module, {})
-    state = (w._version, UPDATES[0] if w.requires_grad else 0, w.data_ptr())
-    if (name, form) not in kept or kept[name, form][0] != state:
-        kept.pop((name, form), None)                       # the old copy goes before the new one is made
-        kept[name, form] = (state, make(w.detach()))
-    return kept[name, form][1]
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
@@ -263,6 +192,27 @@ class Policy(nn.Module):
             for part in [*self.model.layers[-layers:], self.model.norm]:
                 part.requires_grad_(True)
 
+    def add_lora(self, rank, seed=0):
+        """Adapters of this rank beside q, k, v, o, gate, up and down of every block that was trained so far; all else is frozen.
+        They start at zero, so the network is unchanged; alpha / rank is 2."""
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [b for b in self.model.layers if b.mlp.gate_proj.weight.requires_grad]
+        self.requires_grad_(False)
+        for module in (m for b in blocks for m in b.modules() if isinstance(m, Linear)):
+            module.add_lora(rank, generator)
+
+    @contextmanager
+    def without_adapters(self):
+        """Inside `with`: the network that LoRA started from, the reference of a KL term. No adapters: nothing happens."""
+        adapted = [m for m in self.modules() if isinstance(m, Linear) and m.rank]
+        for m in adapted:
+            m.adapted = False
+        try:
+            yield
+        finally:
+            for m in adapted:
+                m.adapted = True
+
     def rope_table(self, device):
         if device not in self.rope:
             c = self.config
@@ -312,6 +262,29 @@ class Policy(nn.Module):
     def logits(self, hidden):
         """(..., D) -> (..., V) fp32. For a few positions only: training uses token_logprobs."""
         return product(self.head, hidden).float()
+
+
+class Critic(nn.Module):
+    """V(s), the return to expect before each policy token: a linear head, zero at the start, on the policy's trunk or on its own copy.
+
+    V = known + head(h), where `known` is the return if nothing moved any more, so the untrained critic says "it stays as it is".
+    With `bound` V = sigmoid(logit(known) + head(h)): it can't leave [0, 1], where the return lives (known 0 and 1 count as .01 and .99).
+    h is scaled to a root mean square of 1, whatever the trunk's final norm does: one Adam step then moves V by about lr x width.
+    """
+    def __init__(self, policy, separate=False, bound=False):
+        super().__init__()
+        self.bound, self.own = bound, deepcopy(policy) if separate else None     # own: with the same layers trained and the same adapters
+        if separate and not policy.config.tied:
+            del self.own.lm_head
+        self.head = nn.Linear(policy.config.width, 1, device=policy.model.embed_tokens.weight.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden, known):
+        """hidden (N, D) in the compute dtype, known (N,) -> V (N,) in fp32."""
+        h = F.rms_norm(hidden.float(), hidden.shape[-1:])
+        change = self.head(h)[:, 0]                                                                   # (N,)
+        return torch.sigmoid(torch.logit(known, 0.01) + change) if self.bound else known + change
 
 
 # ---------------------------------------------------------------------------------------------- generation

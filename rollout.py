@@ -108,7 +108,13 @@ class Episode:
     turns: list = field(default_factory=list)              # UserTurn after each reply
     replies: list = field(default_factory=list)
     cuts: list = field(default_factory=list)               # reply hit its token budget
+    after: list = field(default_factory=list)              # ids of the user's last line, where the dialogue was truncated: the policy would have spoken next
     finish: str = ""
+
+    @property
+    def truncated(self):
+        """The turn or token budget ran out. That is not an end: the user had not left yet (pitfall 20)."""
+        return self.finish in ("max_turns", "max_tokens")
 
     @property
     def emotion(self):
@@ -172,7 +178,9 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 e.finish = "max_turns"
             elif len(row.ids) + len(between) + max_new_tokens > max_tokens:
                 e.finish = "max_tokens"
-            else:
+            if e.truncated:
+                e.after = between
+            elif not e.finish:
                 row.environment(between)
                 keep.append(i)
                 chunks.append(tokens[i][-1:] + between)    # the last sampled id was not fed yet

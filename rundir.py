@@ -110,6 +110,22 @@ class RunDir:
             (run.path / "best.old").rename(run.path / "best")
         return run, config
 
+    @classmethod
+    def from_flags(cls, parser, argv, free=("steps", "threads")):
+        """The command line of a training script; with --resume the run's own flags, of which only `free` may be given anew.
+        -> args, names given, RunDir or None (a new run)."""
+        args, given = parser.parse(argv)
+        if not args.resume:
+            return args, given, None
+        run, saved = cls.open(args.resume)
+        if not set(saved) == set(vars(args)) - {"resume"} | {"init"}:
+            die(f"{args.resume}/config.json: not a run of this script")
+        for name in given - {"resume", *free}:
+            if getattr(args, name) != saved[name]:
+                die(f"--resume {args.resume} continues with its own --{name} {saved[name]}; leave --{name} out, or start a new run")
+        saved.update({k: getattr(args, k) for k in given & set(free)})
+        return argparse.Namespace(**saved, resume=args.resume), given, run
+
     def configure(self, config):
         """Write config.json again, atomically: a resumed run may have been given more steps."""
         write_atomically(self.path / "config.json", json.dumps(config, indent=1).encode())

@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from evaluate import half_up
 from model import token_logprobs
 from rollout import Chat, check_budget, collate, marked, micro_batches, rollout, transcript
 from rubric import REWARDS, score
@@ -31,9 +30,9 @@ from weights import load, pick_device, pick_dtype, resolve, save
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
     "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=8, group_size=8, max_turns=5, max_new_tokens=48, max_tokens=1024,
-                   temperature=0.8, lr=1e-4, minibatches=4, train_layers=15, credit="turn", tokens_per_microbatch=4096),
+                   temperature=0.8, lr=1e-4, minibatches=4, epochs=1, train_layers=15, credit="turn", tokens_per_microbatch=4096),
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128, max_tokens=2048,
-                temperature=1.0, lr=1e-6, minibatches=4, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
+                temperature=1.0, lr=1e-6, minibatches=4, epochs=1, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
 }
 p = Flags(description=__doc__)
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
@@ -47,6 +46,7 @@ p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these d
 p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
 p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
 p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
+p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help="train adapters of this rank beside the layers to be trained, not their weights; wants about 10 times the --lr; 0 = off (default: %(default)s)")
 # ---- rollout
 p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
 p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
@@ -63,12 +63,13 @@ p.add_argument("--gamma", type=nonnegative(float), default=0.85, help="discount 
 p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this) (default: %(default)s, in reward units)")
 # ---- loss and optimiser
 p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
-p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per batch of dialogues, each on its share of the groups")
+p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per pass over a batch of dialogues, each on its share of the groups")
+p.add_argument("--epochs", type=positive(int), help="* passes over each batch of dialogues")
 p.add_argument("--lr", type=positive(float), help="* learning rate of AdamW")
 p.add_argument("--clip_low", type=positive(float), default=0.2, help="ratio clip below 1 (default: %(default)s)")
 p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio clip above 1 (default: %(default)s, clip-higher)")
 p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
-p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy (default: %(default)s, no copy)")
+p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy, or switches the adapters off with --lora (default: %(default)s)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
 p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
 # ---- output
@@ -127,17 +128,17 @@ def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
 
 
 def update(args, model, reference, optimizer, chat, episodes, advantages):
-    """One pass over all dialogues in `minibatches` optimiser steps, whole groups together. -> metrics over every policy token of the batch.
+    """`epochs` passes over all dialogues, each in `minibatches` optimiser steps, whole groups together. -> metrics over every policy token seen.
 
     The first step is on-policy (ratio 1), the later ones slightly off it, which the ratio corrects and the clip bounds.
     """
     device = model.model.embed_tokens.weight.device
     banned = chat.banned.to(device)
     parameters = [q for q in model.parameters() if q.requires_grad]
-    names = ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "ratio", "first_tokens", "canary")
+    names = ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "ratio", "first_tokens", "ratio_first", "canary")
     sums, norms = {k: torch.zeros((), device=device) for k in names}, []
-    for minibatch in range(args.minibatches):
-        use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch]
+    for minibatch in range(args.epochs * args.minibatches):
+        use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches]
         # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
@@ -149,7 +150,7 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
             if reference is not None:
-                with torch.no_grad():
+                with torch.no_grad(), reference.without_adapters():
                     logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)
                 d = logp_reference - logp
                 k3 = d.exp() - d - 1                       # its gradient pulls the right way; that of the mean of d has none in expectation
@@ -160,29 +161,20 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
                 first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
                 for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
                              ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
-                             ("first_tokens", torch.full_like(old, first)), ("canary", first * (logp - old).abs())):
+                             ("first_tokens", torch.full_like(old, first)), ("ratio_first", first * ratio), ("canary", first * (logp - old).abs())):
                     sums[k] += v.sum()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
-    canary = sums.pop("canary") / first
-    return {**{k: v / n for k, v in sums.items()}, "canary": canary, "policy_tokens": int(n), "grad_norm": torch.stack(norms).mean().item()}
+    first = {k: sums.pop(k) / first for k in ("ratio_first", "canary")}
+    return {**{k: v / n for k, v in sums.items()}, **first, "policy_tokens": int(n), "grad_norm": torch.stack(norms).mean().item()}
 
 
 # ---------------------------------------------------------------------------------------------- set-up
 def main(argv=None):
-    args, given = p.parse(argv)
-    if args.resume:
-        run, saved = RunDir.open(args.resume)
-        if not set(saved) == set(vars(args)) - {"resume"} | {"init"}:
-            die(f"{args.resume}/config.json: not a run of this script")
-        for name in given - {"resume", "steps", "threads"}:
-            if getattr(args, name) != saved[name]:
-                die(f"--resume {args.resume} continues with its own --{name} {saved[name]}; leave --{name} out, or start a new run")
-        saved.update({k: getattr(args, k) for k in given & {"steps", "threads"}})
-        args = type(args)(**saved, resume=args.resume)
+    args, given, run = RunDir.from_flags(p, argv)
     device = pick_device(args.device)
     if not args.resume:
         args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
@@ -215,11 +207,13 @@ def main(argv=None):
     if args.train_layers > len(model.model.layers):
         die(f"--train_layers {args.train_layers}: this model has {len(model.model.layers)}")
     model.train_only_upper(args.train_layers)
+    if args.lora:
+        model.add_lora(args.lora, args.seed)
     chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
     check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
-    run = run if args.resume else RunDir.create(args.run, config)
+    run = run or RunDir.create(args.run, config)
     run.configure(config)
-    reference = deepcopy(model).requires_grad_(False) if args.kl > 0 else None
+    reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     start, best = 0, -1.0
@@ -231,7 +225,7 @@ def main(argv=None):
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
-    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.minibatches} optimiser steps")
+    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
     print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
     # ------------------------------------------------------------------------------------------ evaluation
@@ -300,17 +294,10 @@ def main(argv=None):
 
     # ------------------------------------------------------------------------------------------ what it learned
     if args.final_repeats:
-        table = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
-        results = {}
-        for name, folder in table.items():
-            if name == "cold start" and init == source:
-                continue
-            model, _ = load(str(folder), dtype, device)
-            with tqdm(total=len(heldout) * args.final_repeats, desc=f"held-out, {name}", leave=False) as bar:
-                results[name] = evaluate.summary(evaluate.play(model, chat, users, heldout, repeats=args.final_repeats, seed=args.seed, progress=bar, **talk))
-        print(f"\nheld-out, {len(heldout)} scenarios x {args.final_repeats} dialogues, rule score of the scripted user (0-100):")
-        for name, r in results.items():
-            print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %")
+        folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
+        if init == source:
+            del folders["cold start"]
+        results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, **talk)
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 

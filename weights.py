@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from linear import Linear
 from model import Config, Policy
 from rundir import die
 
@@ -81,7 +82,7 @@ def load(name, dtype=torch.float32, device="cpu"):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         else:
             hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            Config.from_hf(hf_config)                      # refuses an unknown architecture before the weights are read
+            read_config(hf_config)                      # refuses an unknown architecture before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(path)
             state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
     except Exception as e:                                 # broken JSON, cut-off safetensors or gguf, an architecture transformers doesn't know
@@ -89,9 +90,28 @@ def load(name, dtype=torch.float32, device="cpu"):
     return build(hf_config, state, dtype).to(device), tokenizer
 
 
+def read_config(c):
+    """Config from the dict of an HF config.json (transformers 4 or 5 spelling). SystemExit on what we can't run exactly."""
+    arch = c.get("model_type")
+    if arch not in ("qwen2", "qwen3", "llama"):
+        die(f"model_type {arch!r} is not supported; use a Qwen2/Qwen2.5, Qwen3 or Llama/SmolLM2 checkpoint")
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}   # transformers 5 moved rope_theta in here
+    for bad, why in ((rope.get("rope_type", rope.get("type", "default")) != "default", "rope scaling"),
+                     (c.get("use_sliding_window"), "sliding-window attention"), (c.get("mlp_bias"), "mlp_bias"),
+                     (c.get("attention_bias") and arch != "qwen2", "attention_bias"),
+                     (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}")):
+        if bad:
+            die(f"this {arch} checkpoint uses {why}, which model.py does not implement")
+    heads = c["num_attention_heads"]
+    return Config(arch, c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads,
+                  c.get("head_dim") or c["hidden_size"] // heads, c["intermediate_size"], c["rms_norm_eps"],
+                  float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0), bool(c.get("tie_word_embeddings", False)),
+                  c.get("max_position_embeddings", 2048))
+
+
 def build(hf_config, state, dtype=torch.float32):
     """Policy from an HF config dict and state dict. Asserts that names and shapes are exactly those of the architecture."""
-    config = Config.from_hf(hf_config)
+    config = read_config(hf_config)
     with torch.device("meta"):
         model = Policy(config, hf_config, dtype)
     want = {k: tuple(v.shape) for k, v in model.state_dict().items()}
@@ -106,7 +126,8 @@ def build(hf_config, state, dtype=torch.float32):
 
 
 def save(model, tokenizer, folder):
-    """Write an HF folder (config.json, model.safetensors in fp32, tokenizer) that transformers loads; whole or not at all."""
+    """Write an HF folder (config.json, model.safetensors in fp32, tokenizer) that transformers loads; whole or not at all.
+    With LoRA the weights are merged, and the adapters by themselves go to adapter/, in PEFT's format."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
@@ -114,7 +135,18 @@ def save(model, tokenizer, folder):
     arch = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model.config.arch]
     config = {k: v for k, v in model.hf_config.items() if k not in ("torch_dtype", "_name_or_path")}
     (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1), encoding="utf-8")
-    save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, temporary / "model.safetensors", metadata={"format": "pt"})
+    adapters = {k: v.detach().cpu() for k, v in model.state_dict().items() if k.rpartition(".")[2].startswith("lora_")}
+    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k not in adapters}
+    if adapters:
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m.rank}
+        state |= {f"{name}.weight": m.merged().cpu() for name, m in layers.items()}
+        one = next(iter(layers.values()))
+        peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": one.rank, "lora_alpha": one.rank * one.scale, "lora_dropout": 0.0, "bias": "none",
+                "target_modules": sorted({name.rpartition(".")[2] for name in layers}), "layers_to_transform": sorted({int(name.split(".")[2]) for name in layers})}
+        (temporary / "adapter").mkdir()
+        (temporary / "adapter" / "adapter_config.json").write_text(json.dumps(peft, indent=1), encoding="utf-8")
+        save_file({f"base_model.model.{k[:-1]}{k[-1].upper()}.weight": v.contiguous() for k, v in adapters.items()}, temporary / "adapter" / "adapter_model.safetensors")
+    save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -128,7 +160,7 @@ def read_gguf(path):
     """(HF config dict, state dict in fp32) of a .gguf, any quantisation that the gguf package can expand."""
     import gguf
     config = json.loads(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_json_string(use_diff=False))
-    arch = Config.from_hf(config).arch                     # refuses an unknown architecture before the slow part
+    arch = read_config(config).arch                     # refuses an unknown architecture before the slow part
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
              "ffn_norm": "post_attention_layernorm", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
              **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}, **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from conftest import hf_model, ours
-from model import KEPT, Cache, Config, append, generate, sample, token_logprobs, truncate
-from weights import build, load, pick_dtype, resolve, save
+from linear import KEPT
+from model import Cache, append, generate, sample, token_logprobs, truncate
+from weights import build, load, pick_dtype, read_config, resolve, save
 
 KINDS = [(arch, heads, kv, tied) for arch in ("qwen2", "qwen3", "llama") for heads, kv, tied in ((4, 4, True), (4, 2, False), (6, 2, True), (7, 1, False))]
 
@@ -224,7 +225,7 @@ def test_weight_import_checks_every_shape_and_name():
 def test_what_cannot_be_run_exactly_is_refused_by_name(change, word, capsys):
     config = json.loads(hf_model("qwen2").config.to_json_string(use_diff=False))
     with pytest.raises(SystemExit) as e:
-        Config.from_hf({**config, **change})
+        read_config({**config, **change})
     assert e.value.code == 2 and word in capsys.readouterr().err
 
 
@@ -232,7 +233,7 @@ def test_rope_theta_is_read_from_old_and_new_configs():
     """Pitfall 9: transformers 5 moved rope_theta into rope_parameters; both spellings give the same angles."""
     config = json.loads(hf_model("qwen2").config.to_json_string(use_diff=False))
     config.pop("rope_parameters")
-    assert Config.from_hf({**config, "rope_theta": 5e5}).rope_theta == Config.from_hf({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert read_config({**config, "rope_theta": 5e5}).rope_theta == read_config({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
 
 
 def test_unknown_models_and_fp16_are_one_line_errors(tmp_path, capsys):

@@ -1,0 +1,423 @@
+"""
+PPO on a simulated user's emotion, whole algorithm top to bottom: talk, score, compare with what a critic expected, step.
+
+Against GRPO it adds a value function: what a dialogue is worth is compared with the critic's guess, token by token, not with
+K - 1 other dialogues of the same scenario. Against textbook PPO it adds an asymmetric clip and a dual clip, and a critic that
+is told the emotion so far, so that its head only has to learn what is still to come. Diff it with train_grpo.py: the same
+sections in the same order, and what differs is the algorithm.
+
+    python train_ppo.py                           laptop: SmolLM2-135M, cold start, then RL; 20-25 minutes on 2 cores
+    python train_ppo.py --preset gpu              Qwen2.5-0.5B-Instruct on one GPU
+    python train_ppo.py --resume runs/ppo         go on, bit for bit
+"""
+import json
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import evaluate
+from model import Critic, token_logprobs
+from rollout import Chat, Row, check_budget, collate, marked, micro_batches, rollout, transcript
+from rubric import REWARDS, score
+from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
+from simulator import ScriptedUsers, load_scenarios
+from train_sft import cold_start, load_demonstrations
+from weights import load, pick_device, pick_dtype, resolve, save
+
+# ---------------------------------------------------------------------------------------------- flags
+PRESETS = {   # every flag on the command line overrides its preset
+    "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=64, group_size=1, max_turns=5, max_new_tokens=48, max_tokens=1024,
+                   temperature=0.8, lr=1e-4, critic_lr=5e-5, critic="shared", critic_warmup=10, minibatches=4, epochs=1, train_layers=15, gae="turn", lam=0.5, tokens_per_microbatch=4096),
+    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=128, group_size=1, max_turns=8, max_new_tokens=128, max_tokens=2048,
+                temperature=1.0, lr=1e-6, critic_lr=5e-6, critic="separate", critic_warmup=20, minibatches=4, epochs=1, train_layers=0, gae="token", lam=0.95, tokens_per_microbatch=16384),
+}
+p = Flags(description=__doc__)
+p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
+p.add_argument("--run", default="runs/ppo", help="folder of this run; must not exist (default: %(default)s)")
+p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
+p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
+p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+# ---- model
+p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
+p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
+p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
+p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
+p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
+p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help="train adapters of this rank beside the layers to be trained, not their weights; wants about 10 times the --lr; 0 = off (default: %(default)s)")
+# ---- rollout
+p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
+p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
+p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
+p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; 1 is enough: the critic is the baseline")
+p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
+p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply")
+p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
+p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
+# ---- reward and advantage
+p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
+p.add_argument("--gae", choices=["token", "turn"], help="* token: a value before every policy token; turn: one value a reply, before its first token, and one advantage for all its tokens")
+p.add_argument("--gamma", type=nonnegative(float), default=1.0, help="discount per policy token, or per reply with --gae turn (default: %(default)s)")
+p.add_argument("--lam", type=nonnegative(float), help="* lambda of GAE: 0 trusts the critic's next value, 1 what really happened")
+p.add_argument("--adaptive_lam", action="store_true", help="lambda 1 - 1/(.4 L) for the actor, L decisions in the dialogue, and 1 for the critic's targets (after VAPO, arXiv 2504.05118)")
+# ---- critic
+p.add_argument("--critic", choices=["shared", "separate"], help="* shared: a value head on the policy's trunk; separate: on a trunk of its own, a copy at the start (RLVER)")
+p.add_argument("--critic_sees", default="dialogue", choices=["dialogue", "need"], help="need: the critic also reads the user's hidden need and state, which the policy never sees; with --critic separate (default: %(default)s)")
+p.add_argument("--critic_lr", type=positive(float), help="* learning rate of the value head, and of the critic's own trunk")
+p.add_argument("--critic_warmup", type=nonnegative(int), help="* optimiser steps of the critic alone, on the first batch of dialogues, before the policy moves")
+p.add_argument("--value_coef", type=nonnegative(float), default=0.1, help="weight of the value loss (default: %(default)s); with a shared trunk, how much it bends the policy's features")
+p.add_argument("--value_clip", type=nonnegative(float), default=0.0, help="the loss counts a value's step away from its old self only up to this; 0 = off (default: %(default)s; RLVER: 0.5)")
+p.add_argument("--value_bound", action="store_true", help="squash values into [0, 1], the range of the reward")
+# ---- loss and optimiser
+p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
+p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per pass over a batch of dialogues, each on its share of the groups")
+p.add_argument("--epochs", type=positive(int), help="* passes over each batch of dialogues")
+p.add_argument("--lr", type=positive(float), help="* learning rate of AdamW")
+p.add_argument("--clip_low", type=positive(float), default=0.2, help="ratio clip below 1 (default: %(default)s)")
+p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio clip above 1 (default: %(default)s, clip-higher)")
+p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
+p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the penalty for leaving the initial policy; above 0 keeps a frozen copy, or switches the adapters off with --lora (default: %(default)s)")
+p.add_argument("--kl_in", default="loss", choices=["loss", "reward"], help="loss: as k3, per token; reward: logp - logp_reference off each token's reward, so that the critic sees it (default: %(default)s)")
+p.add_argument("--target_kl", type=nonnegative(float), default=0.0, help="drop the rest of a batch once a mini-batch's mean KL to the sampling policy is above this; 0 = off (default: %(default)s)")
+p.add_argument("--entropy", type=nonnegative(float), default=0.0, help="weight of the entropy bonus (default: %(default)s)")
+p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
+p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
+# ---- output
+p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
+p.add_argument("--save_every", type=positive(int), default=5, help="steps between checkpoints (default: %(default)s)")
+p.add_argument("--final_repeats", type=nonnegative(int), default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
+
+
+# ---------------------------------------------------------------------------------------------- advantages
+def critic_row(chat, episode, sees, limit, beyond=False):
+    """The dialogue as the critic reads it. sees "need": what the policy isn't told stands before it. beyond: where a budget cut the dialogue,
+    the user's last line too, and one policy token that never was: its value is that of the state in which the policy would have gone on."""
+    row, real = Row(), episode.rows[0]
+    if sees == "need":
+        s = episode.scenario
+        row.environment(chat.turn("system", f"What this person needs, unsaid: {s.hidden_need} ({s.intent}){f' State: {episode.state}' if episode.state else ''}") + chat.newline)
+    for name in ("ids", "mask", "logp", "turn"):
+        getattr(row, name).extend(getattr(real, name))
+    if beyond and episode.truncated:
+        row.environment(episode.after[:limit - len(row.ids) - 1])
+        row.policy([chat.eot], [0.0], len(episode.turns))
+    return row
+
+
+def gae(rewards, values, mask, beyond, gamma, lam):
+    """Generalised advantage estimation over the places where mask is set, whatever lies between them (Schulman et al. 2016).
+
+    rewards, values, mask (B, T); beyond (B,), the value after the last place; lam a number or (B,). -> advantages (B, T), 0 off the mask;
+    the returns are advantages + values. The next value of a place is that of the next *set* place: user tokens do not exist here.
+    Example, gamma = lam = 1: rewards [0, 7, 1], values [.2, 7, .5], mask [1, 0, 1], beyond 0 -> [.8, 0, .5].
+    """
+    out, following, carried = torch.zeros_like(values), beyond.clone(), torch.zeros_like(beyond)
+    for t in reversed(range(values.shape[1])):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * following - values[:, t]                                      # (B,)
+        carried = torch.where(here, delta + gamma * lam * carried, carried)
+        following = torch.where(here, values[:, t], following)
+        out[:, t] = carried * here
+    return out
+
+
+@torch.no_grad()
+def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
+    """Values of all policy tokens (one forward of the critic's trunk), then GAE. -> dict of (E, P) tensors on the CPU, E episodes, P policy
+    tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
+    target of the value; advantage, whitened over the policy tokens of the whole batch.
+
+    The reward e_T / 100 is paid at the last place of the dialogue that decides, with --gae token its last policy token; the KL penalty of
+    --kl_in reward where it arises (`reference` is None otherwise). A dialogue that a budget cut is not finished: `beyond` adds the change that
+    the critic still expected, V - known, since V counts the emotion so far, which has just been paid. A user who left adds nothing.
+    """
+    device = model.model.embed_tokens.weight.device
+    trunk = model if critic.own is None else critic.own
+    use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
+    rows = {i: critic_row(chat, episodes[i], args.critic_sees, model.config.max_positions, beyond=True) for i in use}
+    E, P = len(episodes), max((sum(rows[i].mask) for i in use), default=1)
+    value, known, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
+    for index in ([use[j] for j in part] for part in micro_batches([rows[i] for i in use], args.tokens_per_microbatch)):
+        ids, source, _, _, at = collate([rows[i] for i in index], device)                             # (B, T), then (N,)
+        row, place = map(list, zip(*[(i, j) for i in index for j in range(sum(rows[i].mask))]))
+        turn[row, place] = torch.tensor([t for _, t in at])
+        known[row, place] = torch.tensor([([episodes[i].start_emotion] + [u.emotion for u in episodes[i].turns])[t] / 100 for i, (_, t) in zip(row, at)])
+        value[row, place] = critic(trunk(ids).flatten(0, 1)[source], known[row, place].to(device)).cpu()
+        if reference is not None:
+            ids, source, target, old, _ = collate([episodes[i].rows[0] for i in index], device)
+            with reference.without_adapters():
+                logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, chat.banned.to(device), args.temperature)
+            row, place = map(list, zip(*[(i, j) for i in index for j in range(sum(episodes[i].rows[0].mask))]))
+            penalty[row, place] = args.kl * (old - logp_reference).cpu()
+    mask, all_rows, places = turn >= 0, torch.arange(E), torch.arange(P)
+    cut, last = torch.tensor([e.truncated for e in episodes]), (mask.sum(1) - 1).clamp(min=0)
+    beyond = torch.where(cut, (value - known)[all_rows, last], 0.0)                                   # (E,)
+    mask[all_rows[cut], last[cut]] = False                 # the policy token that never was
+    decide = mask if args.gae == "token" else mask & (turn != F.pad(turn, (1, 0), value=-1)[:, :-1])
+    start = torch.where(decide, places, 0).cummax(1).values                                           # (E, P): the place that decides for this token
+    reward = torch.zeros(E, P).scatter_add_(1, start, -penalty * mask)
+    reward[all_rows, (decide * places).amax(1)] += torch.tensor([r.total if r is not None else 0.0 for r in rewards])
+    if args.adaptive_lam:
+        lam, target_lam = (1 - 1 / (0.4 * decide.sum(1))).clamp(min=0), 1.0
+    else:
+        target_lam = lam
+    target = value + gae(reward, value, decide, beyond, args.gamma, target_lam)
+    advantage = gae(reward, value, decide, beyond, args.gamma, lam).gather(1, start)                  # a reply's advantage for each of its tokens
+    advantage = (advantage - advantage[mask].mean()) / (advantage[mask].std(correction=0) + 1e-8)
+    return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage}
+
+
+def explained_variance(b):
+    """1 - Var(target - value) / Var(target - known): how much of the change still to come the critic foresaw. 0 for an untrained head, 1 at best."""
+    target, value, known = (b[k][b["decide"]] for k in ("target", "value", "known"))
+    return (1 - (target - value).var() / (target - known).var().clamp(min=1e-8)).item()
+
+
+# ---------------------------------------------------------------------------------------------- loss
+def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
+    """Clipped surrogate per policy token, all (N,). -> loss (N,), ratio (N,).
+
+    -min(rho A, clip(rho, 1 - low, 1 + high) A); for A < 0 no less than dual_clip * A, so that one unlucky token whose ratio
+    exploded can't drag the whole step (dual clip). Literal example, A = -1: d loss / d rho is 0 at rho = 0.5 and +1 at rho = 1.5.
+    """
+    ratio = (logp - old).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    surrogate = torch.where(advantage < 0, torch.maximum(surrogate, dual_clip * advantage), surrogate)
+    return -surrogate, ratio
+
+
+def value_loss(value, old, target, clip):
+    """Half the squared error per place, all (N,). With clip > 0 the value held within `clip` of its old self is scored too, and the larger error counts."""
+    error = (value - target).square()
+    if clip > 0:
+        error = torch.maximum(error, (old + (value - old).clamp(-clip, clip) - target).square())
+    return 0.5 * error
+
+
+def critic_loss(args, model, critic, chat, episodes, b, index, hidden):
+    """Value loss of these episodes at the places that decide, (M,). hidden (N, D): the policy's, at its N policy tokens; a separate critic reads for itself."""
+    device = critic.head.weight.device
+    if critic.own is not None:
+        ids, source, _, _, _ = collate([critic_row(chat, episodes[i], args.critic_sees, model.config.max_positions) for i in index], device)
+        hidden = critic.own(ids).flatten(0, 1)[source]                                                # (N, D)
+    decide = b["decide"][index]                                                                       # (B, P)
+    value, target, known = (b[name][index][decide].to(device) for name in ("value", "target", "known"))            # (M,)
+    return value_loss(critic(hidden[decide[b["mask"][index]].to(device)], known), value, target, args.value_clip)
+
+
+def warm_up(args, model, critic, optimizer, chat, episodes, b):
+    """`critic_warmup` optimiser steps of the critic alone, the policy frozen, on the mini-batches of this batch in turn."""
+    for minibatch in range(args.critic_warmup):
+        use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches and e.finish != "user_failed"]
+        for index in ([use[j] for j in part] for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch)):
+            ids, source, _, _, _ = collate([episodes[i].rows[0] for i in index], critic.head.weight.device)
+            with torch.no_grad():
+                hidden = model(ids).flatten(0, 1)[source] if critic.own is None else None
+            (critic_loss(args, model, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def update(args, model, critic, reference, optimizer, chat, episodes, b):
+    """`epochs` passes over all dialogues, each in `minibatches` optimiser steps, whole groups together. -> metrics over every policy token seen.
+
+    The first step is on-policy (ratio 1), the later ones slightly off it, which the ratio corrects and the clip bounds.
+    """
+    device = model.model.embed_tokens.weight.device
+    banned = chat.banned.to(device)
+    parameters = [q for q in model.parameters() if q.requires_grad]
+    names = ("tokens", "entropy", "kl", "kl_reference", "clip_low", "clip_high", "ratio", "first_tokens", "ratio_first", "canary", "value_loss")
+    sums, norms, critic_norms, decisions = {k: torch.zeros((), device=device) for k in names}, [], [], 0
+    for minibatch in range(args.epochs * args.minibatches):
+        use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches]
+        # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
+        denominator = len(use) * args.max_turns * args.max_new_tokens
+        use = [i for i in use if episodes[i].finish != "user_failed"]
+        before, deciding = sums["kl"].clone(), max(1, int(b["decide"][use].sum()))
+        rows = [episodes[i].rows[0] for i in use]
+        for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
+            ids, source, target, old, _ = collate([episodes[i].rows[0] for i in index], device)       # (B, T), then (N,) each
+            advantage = b["advantage"][index][b["mask"][index]].to(device)                            # (N,)
+            hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
+            logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
+            loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
+            if reference is not None:
+                with torch.no_grad(), reference.without_adapters():
+                    logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)
+                d = logp_reference - logp
+                k3 = d.exp() - d - 1                       # its gradient pulls the right way; that of the mean of d has none in expectation
+                loss = loss + args.kl * k3
+                sums["kl_reference"] += k3.detach().sum()
+            if args.entropy > 0:
+                loss = loss - args.entropy * entropy
+            error = critic_loss(args, model, critic, chat, episodes, b, index, hidden)                # (M,)
+            (loss.sum() / denominator + args.value_coef * error.sum() / deciding).backward()
+            with torch.no_grad():
+                first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
+                for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
+                             ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
+                             ("first_tokens", torch.full_like(old, first)), ("ratio_first", first * ratio), ("canary", first * (logp - old).abs())):
+                    sums[k] += v.sum()
+                sums["value_loss"] += error.sum()
+        decisions += deciding
+        if args.target_kl > 0 and (sums["kl"] - before).item() > args.target_kl * sum(sum(row.mask) for row in rows):
+            optimizer.zero_grad(set_to_none=True)          # too far from the policy that sampled this batch: drop the rest of it
+            break
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
+        critic_norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip))     # apart: a critic far off doesn't shorten the policy's step
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
+    n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
+    first = {k: sums.pop(k) / first for k in ("ratio_first", "canary")}
+    value_error = sums.pop("value_loss") / decisions
+    mean = lambda xs: torch.stack(xs).mean().item() if xs else 0.0
+    return {**{k: v / n for k, v in sums.items()}, **first, "policy_tokens": int(n), "grad_norm": mean(norms), "critic_grad_norm": mean(critic_norms), "value_loss": value_error, "optimizer_steps": len(norms)}
+
+
+# ---------------------------------------------------------------------------------------------- set-up
+def main(argv=None):
+    args, given, run = RunDir.from_flags(p, argv)
+    device = pick_device(args.device)
+    if not args.resume:
+        args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
+        for name, value in PRESETS[args.preset].items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+    dtype = pick_dtype(args.dtype, device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
+    if args.groups > len(train):
+        die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
+    if args.groups % args.minibatches:
+        die(f"--minibatches {args.minibatches} does not divide --groups {args.groups}")
+    for name in ("gamma", "lam"):
+        if getattr(args, name) > 1:
+            die(f"--{name} {getattr(args, name)}: must be at most 1")
+    if args.critic_sees == "need" and args.critic == "shared":
+        die("--critic_sees need: a shared trunk would show it to the policy too; add --critic separate")
+    if not args.resume and Path(args.run).exists():
+        die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
+    if args.cold_start != "none":
+        load_demonstrations(args.cold_start)
+    source = resolve(args.model)
+    print(f"preset {args.preset} ({'chosen for ' + device.type if 'preset' not in given and not args.resume else 'given'}): {args.model} on {device}, compute {dtype}")
+    init = Path(args.init) if args.resume else source if args.cold_start == "none" else cold_start(args.model, args.cold_start, device, dtype)
+    if not init.exists():
+        die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
+    config = {k: v for k, v in vars(args).items() if k != "resume"}
+    config["init"] = str(init)
+    state = run.load(device) if args.resume else None
+    model, tokenizer = load(str(init), dtype, device)
+    if args.train_layers > len(model.model.layers):
+        die(f"--train_layers {args.train_layers}: this model has {len(model.model.layers)}")
+    model.train_only_upper(args.train_layers)
+    if args.lora:
+        model.add_lora(args.lora, args.seed)
+    critic = Critic(model, args.critic == "separate", args.value_bound)
+    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
+    check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
+    run = run or RunDir.create(args.run, config)
+    run.configure(config)
+    reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
+    parameters = [q for q in model.parameters() if q.requires_grad]
+    learners = [{"params": parameters, "lr": args.lr}, {"params": [q for q in critic.parameters() if q.requires_grad], "lr": args.critic_lr}]
+    optimizer = torch.optim.AdamW(learners, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    start, best = 0, -1.0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        critic.load_state_dict(state["critic"])
+        optimizer.load_state_dict(state["optimizer"])
+        start, best = state["step"], state["best"]
+        del state
+    count = lambda ps: sum(q.numel() for q in ps)
+    talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
+    print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
+    print(f"critic: {args.critic}, {count(critic.parameters()) / 1e6:.1f} M parameters of its own; {args.critic_warmup} optimiser steps of it alone on the first batch")
+    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
+    print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
+
+    # ------------------------------------------------------------------------------------------ evaluation
+    def evaluate_dev(step, best):
+        """Score on the dev split; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only."""
+        found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
+        if found["emotion"] > best:
+            best = found["emotion"]
+            save(model, tokenizer, run.path / "best")
+        return found, best
+
+    def checkpoint(step):
+        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best})
+
+    # ------------------------------------------------------------------------------------------ the loop
+    with StopOnInterrupt() as stop:
+        if start == 0:
+            found, best = evaluate_dev(0, best)
+            run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
+            print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
+        for step in range(start, args.steps):
+            clock = [time.time()]
+            # uniform over scenarios: one seeded shuffle after another, G at a time
+            stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
+            at = step * args.groups % len(train)
+            jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+            with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
+                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+            clock.append(time.time())
+
+            rewards = score(episodes, args.reward)
+            judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, rewards, lam)
+            b, warm = judge(1.0 if step == 0 else args.lam), {}
+            if step == 0:                                  # lambda 1: towards what really happened, since this critic knows nothing yet
+                cold, _ = b, warm_up(args, model, critic, optimizer, chat, episodes, b)
+                b = judge(args.lam)
+                warm = {name: 0.5 * (v["value"] - cold["target"])[v["decide"]].square().mean().item() for name, v in (("value_loss_cold", cold), ("value_loss_warm", b))}
+            metrics = {**update(args, model, critic, reference if args.kl_in == "loss" else None, optimizer, chat, episodes, b), "explained_variance": explained_variance(b), **warm}
+            clock.append(time.time())
+            # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
+            limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]
+            if metrics["canary"] > limit:
+                print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
+
+            found = evaluate.summary(episodes)
+            stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
+                      "spread_groups": float(np.mean(np.array(stds) > 0.03)), **metrics,
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
+            if (step + 1) % args.eval_every == 0:
+                found, best = evaluate_dev(step + 1, best)
+                record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
+            clock.append(time.time())
+            seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
+            tokens = sum(len(r.ids) for e in episodes for r in e.rows)
+            run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
+            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {marked(e.rows[0], tokenizer)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
+            dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
+            print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  critic explains {record['explained_variance']:.2f}  "
+                  f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
+            stopping = stop.asked                              # read once: a Ctrl-C from here on is seen by the next step
+            if (step + 1) % args.save_every == 0 or step + 1 == args.steps or stopping:
+                checkpoint(step + 1)
+            if stopping:
+                print(f"saved {run.path}; go on with: python train_ppo.py --resume {run.path}")
+                return
+
+    # ------------------------------------------------------------------------------------------ what it learned
+    if args.final_repeats:
+        folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
+        if init == source:
+            del folders["cold start"]
+        results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, **talk)
+        (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
+
+
+if __name__ == "__main__":
+    main()
