@@ -380,6 +380,8 @@ def test_two_armed_bandit(tiny_chat, seed, variant):
     args = settings(max_turns=1, max_new_tokens=1, temperature=1.0, minibatches=2, gae=variant.get("gae", "token"), grad_clip=1.0)
     if "lora" in variant:
         model.add_lora(4, seed)
+        with torch.no_grad():                               # frozen, and so small at random that no hidden state could prefer a token by more than 0.7
+            model.model.embed_tokens.weight.mul_(10)
     critic = Critic(model, variant.get("separate", False), variant.get("bound", False))
     optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 3e-2 if "lora" in variant else 3e-3}, {"params": [p for p in critic.parameters() if p.requires_grad], "lr": 1e-2}], weight_decay=0.0)
     scenario, generator = load_scenarios(SCENARIOS, "dev")[0], torch.Generator().manual_seed(seed)
