@@ -306,7 +306,7 @@ def ppo(args):
     model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
     model.train_only_upper(preset.train_layers)
     chat, jobs = Chat(tokenizer, model.config.vocab), [(s, None) for s in load_scenarios("data/scenarios.jsonl", "train")[::12]]
-    with tqdm(total=64, desc="dialogues", leave=False) as bar:
+    with tqdm(total=64 * preset.max_turns, desc="dialogues", unit="reply", leave=False) as bar:
         episodes = rollout(model, chat, ScriptedUsers(), jobs, 8, preset.max_turns, preset.max_new_tokens, preset.max_tokens, preset.temperature,
                            torch.Generator().manual_seed(args.seed), bar)
     rewards, critics = score(episodes), {"PPO, shared": Critic(model), "PPO, separate": Critic(model, separate=True)}

@@ -3,7 +3,7 @@ Held-out measurement: play scenarios with a model, print the mean final emotion 
 
 The number is the rule score of a scripted user, not empathy: it counts what that user's rules count. Definitions are
 those of the SAGE leaderboard (mean final emotion, success at >= 100, failure below 10). Left out on purpose: judge
-models, significance stars, a single "score" without its interval. The benches of later issues are further subcommands.
+models, significance stars, a single "score" without its interval.
 
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
@@ -42,7 +42,7 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
     """Play every scenario `repeats` times. -> list[Episode], repeats adjacent; e.group is the scenario's place in `scenarios`.
 
     batch: dialogues at a time, in whole scenarios (at least one with all its repeats, whose prompt is computed once).
-    progress: a tqdm bar, advanced per dialogue. finished: called with the episodes of each batch as soon as it is done.
+    progress: a tqdm bar, advanced per reply. finished: called with the episodes of each batch as soon as it is done.
 
     The same call gives the same dialogues: each batch draws from its own generator, seeded by (seed, first scenario), and
     torch's global state is neither read nor moved. Another `batch` gives the same dialogues at temperature 0 (but for
@@ -136,7 +136,7 @@ def closing_table(folders, scenarios, repeats, users, dtype, device, seed, **tal
     results = {}
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
-        with tqdm(total=len(scenarios) * repeats, desc=f"held-out, {name}", leave=False) as bar:
+        with tqdm(total=len(scenarios) * repeats * talk["max_turns"], desc=f"held-out, {name}", unit="reply", leave=False) as bar:
             results[name] = summary(play(model, Chat(tokenizer, model.config.vocab), users, scenarios, repeats, seed=seed, progress=bar, **talk))
     print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, {NOTE} (0-100):")
     for name, r in results.items():
@@ -186,12 +186,12 @@ def run(args):
             with open(out, "a", encoding="utf-8") as f:
                 f.writelines(json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch))
 
-    with tqdm(total=len(scenarios) * args.repeats, unit="dialogue", leave=False, disable=None) as bar:
+    with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
         try:
             play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature,
                  args.seed, args.batch, bar, finished)
         except KeyboardInterrupt:
-            stopped = f"\nstopped: {len(episodes)} of {bar.total} dialogues were finished"
+            stopped = f"\nstopped: {len(episodes)} of {len(scenarios) * args.repeats} dialogues were finished"
     if args.show and episodes:
         order = sorted(episodes, key=lambda e: -e.emotion)
         k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
@@ -214,7 +214,7 @@ def main(argv=None):
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return 0
-    if argv[:1] != ["run"]:                                # the benches will be further commands
+    if argv[:1] != ["run"]:
         die(f"{argv[0] if argv else 'nothing'} is not a command; there is: python evaluate.py run (--help lists its flags)")
     p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion: the {NOTE}.")
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")

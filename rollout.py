@@ -139,7 +139,8 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     `users` is the population: users.start(scenario, state) -> a user with .opening and .emotion, and
     users.respond(list of users, replies, cuts) -> list[UserTurn], all live dialogues in one call.
     A dialogue ends when its user ends it, after max_turns replies, or when another turn might not fit into max_tokens
-    tokens. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar, advanced per dialogue.
+    tokens. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
+    needed any more counts as made.
     """
     device = model.model.embed_tokens.weight.device
     banned = chat.banned.to(device)
@@ -185,7 +186,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 keep.append(i)
                 chunks.append(tokens[i][-1:] + between)    # the last sampled id was not fed yet
         if progress is not None:
-            progress.update(len(talks) - len(keep))
+            progress.update(len(talks) + (len(talks) - len(keep)) * (max_turns - 1 - turn))
         if not keep:
             break
         cache.permute(keep + sorted(set(range(len(talks))) - set(keep)))

@@ -15,6 +15,9 @@ class Reward:
     parts: dict = field(default_factory=dict)              # name -> float, each logged by itself
     turns: list = field(default_factory=list)              # per reply, in [-1, 1]: the emotion change / 100
 
+    def __str__(self):                                     # as samples/ shows it: "0.71 = emotion 0.71; by reply +0.05 -0.02"
+        return f"{self.total:.2f} = " + ", ".join(f"{k} {v:.2f}" for k, v in self.parts.items()) + "; by reply " + " ".join(f"{x:+.2f}" for x in self.turns)
+
 
 def score(episodes, reward="emotion"):
     """Reward of each episode: r = max(e_T, 0) / 100 (RLVER), and r_t = (e_t - e_{t-1}) / 100 per turn (MICA's potential difference

@@ -43,7 +43,7 @@ p.add_argument("--threads", type=positive(int), help="CPU threads (default: torc
 # ---- model
 p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
 p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
-p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
+p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32, fp16 is refused; auto = bf16 where the hardware has it (default: %(default)s)")
 p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
 p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
 p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help="train adapters of this rank beside the layers to be trained, not their weights; wants about 10 times the --lr; 0 = off (default: %(default)s)")
@@ -143,9 +143,9 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
         rows = [episodes[i].rows[0] for i in use]
-        for index in micro_batches(rows, args.tokens_per_microbatch):
-            ids, source, target, old, at = collate([rows[i] for i in index], device)                  # (B, T), then (N,) each
-            advantage = torch.tensor([advantages[use[index[b]]][t] for b, t in at], device=device)    # (N,)
+        for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
+            ids, source, target, old, at = collate([episodes[i].rows[0] for i in index], device)      # (B, T), then (N,) each
+            advantage = torch.tensor([advantages[index[b]][t] for b, t in at], device=device)         # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
@@ -253,7 +253,7 @@ def main(argv=None):
             at = step * args.groups % len(train)
             jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
+            with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
                 episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
             clock.append(time.time())
 

@@ -45,7 +45,7 @@ p.add_argument("--threads", type=positive(int), help="CPU threads (default: torc
 # ---- model
 p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
 p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
-p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32; auto = bf16 where the hardware has it (default: %(default)s)")
+p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32, fp16 is refused; auto = bf16 where the hardware has it (default: %(default)s)")
 p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
 p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
 p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help="train adapters of this rank beside the layers to be trained, not their weights; wants about 10 times the --lr; 0 = off (default: %(default)s)")
@@ -129,7 +129,8 @@ def gae(rewards, values, mask, beyond, gamma, lam):
 def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     """Values of all policy tokens (one forward of the critic's trunk), then GAE. -> dict of (E, P) tensors on the CPU, E episodes, P policy
     tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
-    target of the value; advantage, whitened over the policy tokens of the whole batch.
+    target of the value; advantage, whitened over the policy tokens of the whole batch. And a number, explained_variance: 1 - Var(target - value) /
+    Var(target - known), how much of the change still to come the critic foresaw: 0 for an untrained head, 1 at best.
 
     The reward e_T / 100 is paid at the last place of the dialogue that decides, with --gae token its last policy token; the KL penalty of
     --kl_in reward where it arises (`reference` is None otherwise). A dialogue that a budget cut is not finished: `beyond` adds the change that
@@ -168,13 +169,8 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     target = value + gae(reward, value, decide, beyond, args.gamma, target_lam)
     advantage = gae(reward, value, decide, beyond, args.gamma, lam).gather(1, start)                  # a reply's advantage for each of its tokens
     advantage = (advantage - advantage[mask].mean()) / (advantage[mask].std(correction=0) + 1e-8)
-    return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage}
-
-
-def explained_variance(b):
-    """1 - Var(target - value) / Var(target - known): how much of the change still to come the critic foresaw. 0 for an untrained head, 1 at best."""
-    target, value, known = (b[k][b["decide"]] for k in ("target", "value", "known"))
-    return (1 - (target - value).var() / (target - known).var().clamp(min=1e-8)).item()
+    explained = 1 - (target - value)[decide].var(correction=0) / (target - known)[decide].var(correction=0).clamp(min=1e-8) if decide.any() else torch.zeros(())
+    return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage, "explained_variance": explained.item()}
 
 
 # ---------------------------------------------------------------------------------------------- loss
@@ -190,23 +186,20 @@ def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
     return -surrogate, ratio
 
 
-def value_loss(value, old, target, clip):
-    """Half the squared error per place, all (N,). With clip > 0 the value held within `clip` of its old self is scored too, and the larger error counts."""
-    error = (value - target).square()
-    if clip > 0:
-        error = torch.maximum(error, (old + (value - old).clamp(-clip, clip) - target).square())
-    return 0.5 * error
-
-
-def critic_loss(args, model, critic, chat, episodes, b, index, hidden):
-    """Value loss of these episodes at the places that decide, (M,). hidden (N, D): the policy's, at its N policy tokens; a separate critic reads for itself."""
+def value_loss(args, model, critic, chat, episodes, b, index, hidden):
+    """Half the squared error of these episodes' values at the M places that decide, (M,). With --value_clip the value held within that of its old self
+    is scored too, and the larger error counts. hidden (N, D): the policy's, at its N policy tokens; a separate critic reads for itself."""
     device = critic.head.weight.device
     if critic.own is not None:
         ids, source, _, _, _ = collate([critic_row(chat, episodes[i], args.critic_sees, model.config.max_positions) for i in index], device)
         hidden = critic.own(ids).flatten(0, 1)[source]                                                # (N, D)
     decide = b["decide"][index]                                                                       # (B, P)
-    value, target, known = (b[name][index][decide].to(device) for name in ("value", "target", "known"))            # (M,)
-    return value_loss(critic(hidden[decide[b["mask"][index]].to(device)], known), value, target, args.value_clip)
+    old, target, known = (b[name][index][decide].to(device) for name in ("value", "target", "known"))                 # (M,)
+    value = critic(hidden[decide[b["mask"][index]].to(device)], known)                                # (M,)
+    error = (value - target).square()
+    if args.value_clip > 0:
+        error = torch.maximum(error, (old + (value - old).clamp(-args.value_clip, args.value_clip) - target).square())
+    return 0.5 * error
 
 
 def warm_up(args, model, critic, optimizer, chat, episodes, b):
@@ -217,7 +210,7 @@ def warm_up(args, model, critic, optimizer, chat, episodes, b):
             ids, source, _, _, _ = collate([episodes[i].rows[0] for i in index], critic.head.weight.device)
             with torch.no_grad():
                 hidden = model(ids).flatten(0, 1)[source] if critic.own is None else None
-            (critic_loss(args, model, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()
+            (value_loss(args, model, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -255,7 +248,7 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
                 sums["kl_reference"] += k3.detach().sum()
             if args.entropy > 0:
                 loss = loss - args.entropy * entropy
-            error = critic_loss(args, model, critic, chat, episodes, b, index, hidden)                # (M,)
+            error = value_loss(args, model, critic, chat, episodes, b, index, hidden)                # (M,)
             (loss.sum() / denominator + args.value_coef * error.sum() / deciding).backward()
             with torch.no_grad():
                 first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
@@ -368,7 +361,7 @@ def main(argv=None):
             at = step * args.groups % len(train)
             jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            with tqdm(total=args.groups * args.group_size, desc=f"step {step + 1} dialogues", leave=False) as bar:
+            with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
                 episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
             clock.append(time.time())
 
@@ -379,7 +372,7 @@ def main(argv=None):
                 cold, _ = b, warm_up(args, model, critic, optimizer, chat, episodes, b)
                 b = judge(args.lam)
                 warm = {name: 0.5 * (v["value"] - cold["target"])[v["decide"]].square().mean().item() for name, v in (("value_loss_cold", cold), ("value_loss_warm", b))}
-            metrics = {**update(args, model, critic, reference if args.kl_in == "loss" else None, optimizer, chat, episodes, b), "explained_variance": explained_variance(b), **warm}
+            metrics = {**update(args, model, critic, reference if args.kl_in == "loss" else None, optimizer, chat, episodes, b), "explained_variance": b["explained_variance"], **warm}
             clock.append(time.time())
             # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
             limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]
@@ -387,9 +380,7 @@ def main(argv=None):
                 print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
             found = evaluate.summary(episodes)
-            stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
-            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
-                      "spread_groups": float(np.mean(np.array(stds) > 0.03)), **metrics,
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **metrics,
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
             if (step + 1) % args.eval_every == 0:
                 found, best = evaluate_dev(step + 1, best)
