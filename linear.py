@@ -2,8 +2,8 @@
 One linear layer: fp32 master weight, product in the compute dtype, laid out for fast sampling, and LoRA beside it.
 
 The three things that a product needs besides its weight are all copies of it: a cast (bf16), a layout that the CPU
-multiplies fast, a sum with the adapters. In training each would be a node of the graph; while sampling it is made once
-and kept until the weight changes. Left out on purpose: autocast (which casts again in every call) and quantised weights.
+multiplies fast, a sum with the adapters. While sampling each is made once and kept until the weight may have changed (any
+optimizer step counts, for every trained weight). Left out on purpose: autocast (which casts again in every call) and quantised weights.
 """
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,8 @@ class Linear(nn.Linear):
 
     LoRA (Hu et al. 2021): x @ (W + scale B A).T with W frozen, A (rank, in) random, B (out, rank) zero at the start. In training
     the two thin products stand beside the frozen one; without gradients W + scale B A is merged once and kept, so sampling
-    costs what it costs without LoRA.
+    costs what it costs without LoRA. In bf16 the merged sum is rounded to W's grid, the thin products are not: early on the
+    sampler is a little behind the trainer, which the ratio corrects and `canary` shows.
     """
     rank, scale, adapted = 0, 2.0, False                   # adapted: the adapters are there and switched on
 

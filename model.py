@@ -267,7 +267,7 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """V(s), the return to expect before each policy token: a linear head, zero at the start, on the policy's trunk or on its own copy.
 
-    V = known + head(h), where `known` is the return if nothing moved any more, so the untrained critic says "it stays as it is".
+    V = known + head(h), where `known` is the return if nothing moved any more (undiscounted), so the untrained critic says "it stays as it is".
     With `bound` V = sigmoid(logit(known) + head(h)): it can't leave [0, 1], where the return lives (known 0 and 1 count as .01 and .99).
     h is scaled to a root mean square of 1, whatever the trunk's final norm does: one Adam step then moves V by about lr x width.
     """

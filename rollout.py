@@ -19,6 +19,7 @@ from model import Cache, append, sample
 from rundir import Flags, die, positive
 from weights import load, pick_device, pick_dtype
 
+AFTER = 256                                                # tokens of a user's last line that Episode.after keeps, for a critic to read
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
 
 
@@ -180,7 +181,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
             elif len(row.ids) + len(between) + max_new_tokens > max_tokens:
                 e.finish = "max_tokens"
             if e.truncated:
-                e.after = between
+                e.after = between[:AFTER]
             elif not e.finish:
                 row.environment(between)
                 keep.append(i)

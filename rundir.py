@@ -119,7 +119,7 @@ class RunDir:
             return args, given, None
         run, saved = cls.open(args.resume)
         if not set(saved) == set(vars(args)) - {"resume"} | {"init"}:
-            die(f"{args.resume}/config.json: not a run of this script")
+            die(f"{args.resume}/config.json: not a run of this script, or of an older version of it; start a new run with --model {args.resume}")
         for name in given - {"resume", *free}:
             if getattr(args, name) != saved[name]:
                 die(f"--resume {args.resume} continues with its own --{name} {saved[name]}; leave --{name} out, or start a new run")

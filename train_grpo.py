@@ -32,7 +32,7 @@ PRESETS = {   # every flag on the command line overrides its preset
     "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=8, group_size=8, max_turns=5, max_new_tokens=48, max_tokens=1024,
                    temperature=0.8, lr=1e-4, minibatches=4, epochs=1, train_layers=15, credit="turn", tokens_per_microbatch=4096),
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128, max_tokens=2048,
-                temperature=1.0, lr=1e-6, minibatches=4, epochs=1, train_layers=0, credit="trajectory", tokens_per_microbatch=16384),
+                temperature=1.0, lr=1e-6, minibatches=4, epochs=1, train_layers=0, credit="trajectory", tokens_per_microbatch=4096),
 }
 p = Flags(description=__doc__)
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
@@ -142,6 +142,8 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
+        if not use:
+            continue
         rows = [episodes[i].rows[0] for i in use]
         for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
             ids, source, target, old, at = collate([episodes[i].rows[0] for i in index], device)      # (B, T), then (N,) each
@@ -166,7 +168,9 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
+    sums = {k: v.item() for k, v in sums.items()}          # the metrics stay on the device until here
+    if reference is None:
+        del sums["kl_reference"]                           # not measured is not 0
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
     first = {k: sums.pop(k) / first for k in ("ratio_first", "canary")}
     return {**{k: v / n for k, v in sums.items()}, **first, "policy_tokens": int(n), "grad_norm": torch.stack(norms).mean().item()}
@@ -234,7 +238,7 @@ def main(argv=None):
         found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
         if found["emotion"] > best:
             best = found["emotion"]
-            save(model, tokenizer, run.path / "best")
+            save(model, tokenizer, run.path / "best", base=str(init))
         return found, best
 
     def checkpoint(step):
@@ -256,6 +260,9 @@ def main(argv=None):
             with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
                 episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
             clock.append(time.time())
+            if all(e.finish == "user_failed" for e in episodes):
+                checkpoint(step)
+                die(f"every simulated user failed in step {step + 1}; mend the user, then go on with --resume {run.path}")
 
             rewards = score(episodes, args.reward)
             if args.credit == "turn":

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import evaluate
 from model import Critic, token_logprobs
-from rollout import Chat, Row, check_budget, collate, marked, micro_batches, rollout, transcript
+from rollout import AFTER, Chat, Row, check_budget, collate, marked, micro_batches, rollout, transcript
 from rubric import REWARDS, score
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from simulator import ScriptedUsers, load_scenarios
@@ -33,8 +33,8 @@ from weights import load, pick_device, pick_dtype, resolve, save
 PRESETS = {   # every flag on the command line overrides its preset
     "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=64, group_size=1, max_turns=5, max_new_tokens=48, max_tokens=1024,
                    temperature=0.8, lr=1e-4, critic_lr=5e-5, critic="shared", critic_warmup=10, minibatches=4, epochs=1, train_layers=15, gae="turn", lam=0.5, tokens_per_microbatch=4096),
-    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=128, group_size=1, max_turns=8, max_new_tokens=128, max_tokens=2048,
-                temperature=1.0, lr=1e-6, critic_lr=5e-6, critic="separate", critic_warmup=20, minibatches=4, epochs=1, train_layers=0, gae="token", lam=0.95, tokens_per_microbatch=16384),
+    "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=64, group_size=2, max_turns=8, max_new_tokens=128, max_tokens=2048,
+                temperature=1.0, lr=1e-6, critic_lr=5e-6, critic="separate", critic_warmup=20, minibatches=4, epochs=1, train_layers=0, gae="token", lam=0.95, tokens_per_microbatch=4096),
 }
 p = Flags(description=__doc__)
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
@@ -69,9 +69,9 @@ p.add_argument("--critic", choices=["shared", "separate"], help="* shared: a val
 p.add_argument("--critic_sees", default="dialogue", choices=["dialogue", "need"], help="need: the critic also reads the user's hidden need and state, which the policy never sees; with --critic separate (default: %(default)s)")
 p.add_argument("--critic_lr", type=positive(float), help="* learning rate of the value head, and of the critic's own trunk")
 p.add_argument("--critic_warmup", type=nonnegative(int), help="* optimiser steps of the critic alone, on the first batch of dialogues, before the policy moves")
-p.add_argument("--value_coef", type=nonnegative(float), default=0.1, help="weight of the value loss (default: %(default)s); with a shared trunk, how much it bends the policy's features")
+p.add_argument("--value_coef", type=nonnegative(float), default=0.1, help="weight of the value loss: how much it bends the policy's features where the trunk is shared (default: %(default)s)")
 p.add_argument("--value_clip", type=nonnegative(float), default=0.0, help="the loss counts a value's step away from its old self only up to this; 0 = off (default: %(default)s; RLVER: 0.5)")
-p.add_argument("--value_bound", action="store_true", help="squash values into [0, 1], the range of the reward")
+p.add_argument("--value_bound", action="store_true", help="squash values into [0, 1], where the final emotion lives")
 # ---- loss and optimiser
 p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
 p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per pass over a batch of dialogues, each on its share of the groups")
@@ -93,17 +93,21 @@ p.add_argument("--final_repeats", type=nonnegative(int), default=2, help="dialog
 
 
 # ---------------------------------------------------------------------------------------------- advantages
-def critic_row(chat, episode, sees, limit, beyond=False):
-    """The dialogue as the critic reads it. sees "need": what the policy isn't told stands before it. beyond: where a budget cut the dialogue,
-    the user's last line too, and one policy token that never was: its value is that of the state in which the policy would have gone on."""
+def unsaid(chat, scenario, state):
+    """What --critic_sees need puts before the dialogue: the critic may know what the policy isn't told, since the user is simulated."""
+    return chat.turn("system", f"What this person needs, unsaid: {scenario.hidden_need} ({scenario.intent}){f' State: {state}' if state else ''}") + chat.newline
+
+
+def critic_row(chat, episode, sees, beyond=False):
+    """The dialogue as the critic reads it. beyond: where a budget cut it, the user's last line too, and one policy token that never was:
+    its value is that of the state in which the policy would have gone on."""
     row, real = Row(), episode.rows[0]
     if sees == "need":
-        s = episode.scenario
-        row.environment(chat.turn("system", f"What this person needs, unsaid: {s.hidden_need} ({s.intent}){f' State: {episode.state}' if episode.state else ''}") + chat.newline)
+        row.environment(unsaid(chat, episode.scenario, episode.state))
     for name in ("ids", "mask", "logp", "turn"):
         getattr(row, name).extend(getattr(real, name))
     if beyond and episode.truncated:
-        row.environment(episode.after[:limit - len(row.ids) - 1])
+        row.environment(episode.after)
         row.policy([chat.eot], [0.0], len(episode.turns))
     return row
 
@@ -129,17 +133,18 @@ def gae(rewards, values, mask, beyond, gamma, lam):
 def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     """Values of all policy tokens (one forward of the critic's trunk), then GAE. -> dict of (E, P) tensors on the CPU, E episodes, P policy
     tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
-    target of the value; advantage, whitened over the policy tokens of the whole batch. And a number, explained_variance: 1 - Var(target - value) /
-    Var(target - known), how much of the change still to come the critic foresaw: 0 for an untrained head, 1 at best.
+    target of the value; advantage, whitened over the policy tokens of the whole batch (divided by max(std, .01): no noise is blown up).
 
     The reward e_T / 100 is paid at the last place of the dialogue that decides, with --gae token its last policy token; the KL penalty of
     --kl_in reward where it arises (`reference` is None otherwise). A dialogue that a budget cut is not finished: `beyond` adds the change that
     the critic still expected, V - known, since V counts the emotion so far, which has just been paid. A user who left adds nothing.
+    Three numbers for the metrics: explained_variance, 1 - Var(R - value) / Var(R - known) with R the lambda-1 return: how much of the change still to
+    come the critic foresaw (0 untrained, 1 at best, below 0 worse than saying nothing); bootstrap, the mean of `beyond`; kl_reference, if measured.
     """
     device = model.model.embed_tokens.weight.device
     trunk = model if critic.own is None else critic.own
     use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
-    rows = {i: critic_row(chat, episodes[i], args.critic_sees, model.config.max_positions, beyond=True) for i in use}
+    rows = {i: critic_row(chat, episodes[i], args.critic_sees, beyond=True) for i in use}
     E, P = len(episodes), max((sum(rows[i].mask) for i in use), default=1)
     value, known, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
     for index in ([use[j] for j in part] for part in micro_batches([rows[i] for i in use], args.tokens_per_microbatch)):
@@ -156,21 +161,22 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
             penalty[row, place] = args.kl * (old - logp_reference).cpu()
     mask, all_rows, places = turn >= 0, torch.arange(E), torch.arange(P)
     cut, last = torch.tensor([e.truncated for e in episodes]), (mask.sum(1) - 1).clamp(min=0)
-    beyond = torch.where(cut, (value - known)[all_rows, last], 0.0)                                   # (E,)
+    beyond = torch.where(cut, (value.clamp(0, 1) - known)[all_rows, last], 0.0)                       # (E,); nobody can hope for more than 100
     mask[all_rows[cut], last[cut]] = False                 # the policy token that never was
     decide = mask if args.gae == "token" else mask & (turn != F.pad(turn, (1, 0), value=-1)[:, :-1])
     start = torch.where(decide, places, 0).cummax(1).values                                           # (E, P): the place that decides for this token
     reward = torch.zeros(E, P).scatter_add_(1, start, -penalty * mask)
     reward[all_rows, (decide * places).amax(1)] += torch.tensor([r.total if r is not None else 0.0 for r in rewards])
-    if args.adaptive_lam:
-        lam, target_lam = (1 - 1 / (0.4 * decide.sum(1))).clamp(min=0), 1.0
-    else:
-        target_lam = lam
-    target = value + gae(reward, value, decide, beyond, args.gamma, target_lam)
-    advantage = gae(reward, value, decide, beyond, args.gamma, lam).gather(1, start)                  # a reply's advantage for each of its tokens
-    advantage = (advantage - advantage[mask].mean()) / (advantage[mask].std(correction=0) + 1e-8)
-    explained = 1 - (target - value)[decide].var(correction=0) / (target - known)[decide].var(correction=0).clamp(min=1e-8) if decide.any() else torch.zeros(())
-    return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage, "explained_variance": explained.item()}
+    returns = value + gae(reward, value, decide, beyond, args.gamma, 1.0)
+    advantage = gae(reward, value, decide, beyond, args.gamma, (1 - 1 / (0.4 * decide.sum(1))).clamp(min=0) if args.adaptive_lam else lam)
+    target = returns if args.adaptive_lam else value + advantage
+    advantage = advantage.gather(1, start)                                                            # a reply's advantage for each of its tokens
+    advantage = (advantage - advantage[mask].mean()) / advantage[mask].std(correction=0).clamp(min=0.01)
+    variance = lambda x: x[decide].var(correction=0).clamp(min=1e-8)
+    metrics = {"explained_variance": 1 - variance(returns - value) / variance(returns - known), "bootstrap": beyond[use].mean()}
+    if reference is not None:
+        metrics["kl_reference"] = penalty[mask].mean() / args.kl
+    return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage, "metrics": {k: v.item() for k, v in metrics.items()}}
 
 
 # ---------------------------------------------------------------------------------------------- loss
@@ -186,12 +192,12 @@ def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
     return -surrogate, ratio
 
 
-def value_loss(args, model, critic, chat, episodes, b, index, hidden):
+def value_loss(args, critic, chat, episodes, b, index, hidden):
     """Half the squared error of these episodes' values at the M places that decide, (M,). With --value_clip the value held within that of its old self
     is scored too, and the larger error counts. hidden (N, D): the policy's, at its N policy tokens; a separate critic reads for itself."""
     device = critic.head.weight.device
     if critic.own is not None:
-        ids, source, _, _, _ = collate([critic_row(chat, episodes[i], args.critic_sees, model.config.max_positions) for i in index], device)
+        ids, source, _, _, _ = collate([critic_row(chat, episodes[i], args.critic_sees) for i in index], device)
         hidden = critic.own(ids).flatten(0, 1)[source]                                                # (N, D)
     decide = b["decide"][index]                                                                       # (B, P)
     old, target, known = (b[name][index][decide].to(device) for name in ("value", "target", "known"))                 # (M,)
@@ -210,7 +216,7 @@ def warm_up(args, model, critic, optimizer, chat, episodes, b):
             ids, source, _, _, _ = collate([episodes[i].rows[0] for i in index], critic.head.weight.device)
             with torch.no_grad():
                 hidden = model(ids).flatten(0, 1)[source] if critic.own is None else None
-            (value_loss(args, model, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()
+            (args.value_coef * value_loss(args, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()      # as in update: Adam remembers the scale
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -231,6 +237,8 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
+        if not use:
+            continue
         before, deciding = sums["kl"].clone(), max(1, int(b["decide"][use].sum()))
         rows = [episodes[i].rows[0] for i in use]
         for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
@@ -248,8 +256,12 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
                 sums["kl_reference"] += k3.detach().sum()
             if args.entropy > 0:
                 loss = loss - args.entropy * entropy
-            error = value_loss(args, model, critic, chat, episodes, b, index, hidden)                # (M,)
-            (loss.sum() / denominator + args.value_coef * error.sum() / deciding).backward()
+            loss = loss.sum() / denominator
+            if critic.own is not None:
+                loss.backward()                            # frees the policy's graph before the critic's own is built
+                loss = 0.0
+            error = value_loss(args, critic, chat, episodes, b, index, hidden)                        # (M,)
+            (loss + args.value_coef * error.sum() / deciding).backward()
             with torch.no_grad():
                 first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
                 for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
@@ -262,10 +274,12 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
             optimizer.zero_grad(set_to_none=True)          # too far from the policy that sampled this batch: drop the rest of it
             break
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
-        critic_norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip))     # apart: a critic far off doesn't shorten the policy's step
+        critic_norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip))     # apart: the head's error doesn't shorten the policy's step
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    sums = {k: v.item() for k, v in sums.items()}          # the only host sync of the update
+    sums = {k: v.item() for k, v in sums.items()}          # the metrics stay on the device until here
+    if reference is None:
+        del sums["kl_reference"]                           # not measured is not 0
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
     first = {k: sums.pop(k) / first for k in ("ratio_first", "canary")}
     value_error = sums.pop("value_loss") / decisions
@@ -315,6 +329,9 @@ def main(argv=None):
         model.add_lora(args.lora, args.seed)
     critic = Critic(model, args.critic == "separate", args.value_bound)
     chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
+    prefix = max(len(unsaid(chat, s, None)) for s in train + dev + heldout) if args.critic_sees == "need" else 0
+    if args.max_tokens + AFTER + prefix >= model.config.max_positions:
+        die(f"--max_tokens {args.max_tokens}: the critic also reads a last line and {prefix} tokens of its own, {args.max_tokens + AFTER + prefix} in all; this model knows {model.config.max_positions} positions")
     check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
     run = run or RunDir.create(args.run, config)
     run.configure(config)
@@ -332,7 +349,7 @@ def main(argv=None):
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
-    print(f"critic: {args.critic}, {count(critic.parameters()) / 1e6:.1f} M parameters of its own; {args.critic_warmup} optimiser steps of it alone on the first batch")
+    print(f"critic: {args.critic}, {count(critic.parameters()):,} parameters of its own; {args.critic_warmup} optimiser steps of it alone on the first batch")
     print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
     print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
@@ -342,7 +359,7 @@ def main(argv=None):
         found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
         if found["emotion"] > best:
             best = found["emotion"]
-            save(model, tokenizer, run.path / "best")
+            save(model, tokenizer, run.path / "best", base=str(init))
         return found, best
 
     def checkpoint(step):
@@ -364,15 +381,19 @@ def main(argv=None):
             with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
                 episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
             clock.append(time.time())
+            if all(e.finish == "user_failed" for e in episodes):
+                checkpoint(step)
+                die(f"every simulated user failed in step {step + 1}; mend the user, then go on with --resume {run.path}")
 
             rewards = score(episodes, args.reward)
             judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, rewards, lam)
-            b, warm = judge(1.0 if step == 0 else args.lam), {}
-            if step == 0:                                  # lambda 1: towards what really happened, since this critic knows nothing yet
+            b = judge(1.0 if step == 0 else args.lam)
+            foreseen = b["metrics"]                        # before this batch has taught the critic anything
+            if step == 0 and args.critic_warmup:           # lambda 1: towards what really happened, since this critic knows nothing yet
                 cold, _ = b, warm_up(args, model, critic, optimizer, chat, episodes, b)
                 b = judge(args.lam)
-                warm = {name: 0.5 * (v["value"] - cold["target"])[v["decide"]].square().mean().item() for name, v in (("value_loss_cold", cold), ("value_loss_warm", b))}
-            metrics = {**update(args, model, critic, reference if args.kl_in == "loss" else None, optimizer, chat, episodes, b), "explained_variance": b["explained_variance"], **warm}
+                foreseen |= {name: 0.5 * (v["value"] - cold["target"])[v["decide"]].square().mean().item() for name, v in (("value_loss_cold", cold), ("value_loss_warm", b))}
+            metrics = {**update(args, model, critic, reference if args.kl_in == "loss" else None, optimizer, chat, episodes, b), **foreseen}
             clock.append(time.time())
             # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
             limit = {torch.float32: 1e-3, torch.bfloat16: 0.08}[dtype]

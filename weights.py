@@ -125,9 +125,10 @@ def build(hf_config, state, dtype=torch.float32):
     return model.requires_grad_(True)
 
 
-def save(model, tokenizer, folder):
+def save(model, tokenizer, folder, base=None):
     """Write an HF folder (config.json, model.safetensors in fp32, tokenizer) that transformers loads; whole or not at all.
-    With LoRA the weights are merged, and the adapters by themselves go to adapter/, in PEFT's format."""
+    With LoRA the weights are merged, and the adapters by themselves go to adapter/, in PEFT's format; base: name of
+    the model that they fit, the one before RL."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
@@ -141,7 +142,7 @@ def save(model, tokenizer, folder):
         layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and m.rank}
         state |= {f"{name}.weight": m.merged().cpu() for name, m in layers.items()}
         one = next(iter(layers.values()))
-        peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": one.rank, "lora_alpha": one.rank * one.scale, "lora_dropout": 0.0, "bias": "none",
+        peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": one.rank, "lora_alpha": int(one.rank * one.scale), "base_model_name_or_path": base, "lora_dropout": 0.0, "bias": "none",
                 "target_modules": sorted({name.rpartition(".")[2] for name in layers}), "layers_to_transform": sorted({int(name.split(".")[2]) for name in layers})}
         (temporary / "adapter").mkdir()
         (temporary / "adapter" / "adapter_config.json").write_text(json.dumps(peft, indent=1), encoding="utf-8")

@@ -21,7 +21,7 @@ from simulator import ScriptedUsers, load_scenarios
 from train_grpo import policy_loss, trajectory_advantages, turn_advantages, update
 
 SCENARIOS = str(ROOT / "data" / "scenarios.jsonl")
-ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1)
+ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1, epochs=1)
 
 
 def reward(*turns):

@@ -94,7 +94,7 @@ def test_pitfall_20_truncated_and_finished_differ_by_the_bootstrap(batch):
     for i, e in enumerate(episodes):
         n = int(cut["mask"][i].sum())
         hidden = model(torch.tensor([e.rows[0].ids + e.after]))[0, -1:]           # the state in which the policy would speak next
-        beyond = (critic(hidden, torch.tensor([e.emotion / 100])) - e.emotion / 100).item()
+        beyond = (critic(hidden, torch.tensor([e.emotion / 100])).clamp(0, 1) - e.emotion / 100).item()
         want = torch.tensor([0.9 * (0.9 * 0.8) ** (n - 1 - t) * beyond for t in range(n)])
         assert abs(beyond) > 1e-3 and torch.allclose(cut["target"][i, :n] - ended["target"][i, :n], want, atol=1e-5)
 
@@ -117,7 +117,7 @@ def test_advantages_of_dialogues_by_brute_force(batch, kind):
         hidden = model(torch.tensor([row.ids + e.after]))[0]
         at = [j for j, m in enumerate(row.mask) if m]
         V = critic(hidden[[j - 1 for j in at]], torch.tensor([emotions[row.turn[j]] / 100 for j in at]))
-        beyond = critic(hidden[-1:], torch.tensor([e.emotion / 100])) - e.emotion / 100 if e.truncated else torch.zeros(1)
+        beyond = critic(hidden[-1:], torch.tensor([e.emotion / 100])).clamp(0, 1) - e.emotion / 100 if e.truncated else torch.zeros(1)
         decide = [kind == "token" or k == 0 or row.turn[j] != row.turn[at[k - 1]] for k, j in enumerate(at)]
         reward = torch.zeros(1, len(at))
         reward[0, max(k for k, d in enumerate(decide) if d)] = e.emotion / 100
@@ -141,7 +141,7 @@ def test_paying_at_the_end_is_paying_as_it_comes(batch):
     beyond = torch.zeros(len(episodes))
     for i, e in enumerate(episodes):
         ids = torch.tensor([e.rows[0].ids + e.after])
-        beyond[i] = critic(model(ids)[0, -1:], torch.zeros(1))[0]
+        beyond[i] = critic(model(ids)[0, -1:], torch.tensor([e.emotion / 100])).clamp(0, 1)[0] - e.emotion / 100
         turns = [t for t in e.rows[0].turn if t >= 0]
         for t, u in enumerate(e.turns):
             reward[i, max(k for k, x in enumerate(turns) if x == t)] = u.change / 100
@@ -164,6 +164,29 @@ def test_length_adaptive_lambda(batch):
     assert torch.allclose(b["advantage"][b["mask"]], (flat - flat.mean()) / flat.std(correction=0), atol=1e-3)
 
 
+def test_pitfall_23_equal_rewards_and_an_untrained_critic_move_nothing(batch):
+    """Nobody's emotion moved: advantages are rounding errors, and whitening must not blow them up to 1."""
+    model, chat, episodes, _ = batch
+    for e in episodes:
+        for t in e.turns:
+            t.emotion = 43
+        e.start_emotion = 43
+    for bound in (False, True):
+        b = judge(ARGS, model, Critic(model, bound=bound), chat, episodes)
+        assert b["advantage"].abs().max() < 1e-3
+
+
+def test_a_real_cut_by_max_tokens(tiny_chat):
+    """A dialogue that no longer fits keeps the user's last line, and the critic reads it."""
+    model, chat = tiny_chat
+    jobs = [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:2]]
+    room = max(len(chat.opening(s.opening)) for s, _ in jobs) + 6
+    episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, room, 0.9, torch.Generator().manual_seed(0))
+    assert all(e.finish == "max_tokens" and e.truncated and e.after and len(e.replies) == 1 for e in episodes)
+    row = critic_row(chat, episodes[0], "dialogue", beyond=True)
+    assert row.ids == episodes[0].rows[0].ids + episodes[0].after + [chat.eot] and row.turn[-1] == 1 and sum(row.mask) == sum(episodes[0].rows[0].mask) + 1
+
+
 def test_a_failed_user_leaves_everything(batch):
     model, chat, episodes, critic = batch
     episodes[1] = replace(episodes[1], finish="user_failed")
@@ -178,7 +201,7 @@ def test_the_untrained_critic_says_it_stays_as_it_is(batch):
     model, chat, episodes, _ = batch
     for bound in (False, True):
         b = judge(ARGS, model, Critic(model, bound=bound), chat, episodes)
-        assert torch.allclose(b["value"][b["mask"]], b["known"][b["mask"]], atol=1e-6) and abs(b["explained_variance"]) < 1e-5
+        assert torch.allclose(b["value"][b["mask"]], b["known"][b["mask"]], atol=1e-6) and abs(b["metrics"]["explained_variance"]) < 1e-5
         first = b["known"][:, 0]
         assert torch.allclose(first, torch.full_like(first, 0.4))
 
@@ -197,7 +220,7 @@ def test_value_clip_scores_the_larger_error(batch):
     hidden = torch.cat([model(torch.tensor([e.rows[0].ids]))[0][[i - 1 for i, m in enumerate(e.rows[0].mask) if m]] for e in episodes])
     value = b["value"][b["mask"]]
     for clip in (0.0, 0.05):
-        got = value_loss(settings(value_clip=clip), model, critic, chat, episodes, {**b, "value": old, "target": target}, list(range(6)), hidden)
+        got = value_loss(settings(value_clip=clip), critic, chat, episodes, {**b, "value": old, "target": target}, list(range(6)), hidden)
         held = value.clamp(0.4 - clip, 0.4 + clip) if clip else value
         assert torch.allclose(got, 0.5 * torch.maximum((value - 0.5).abs(), (held - 0.5).abs()) ** 2, atol=1e-5)
     assert ((value > 0.45) & (value < 0.55)).any() and (value < 0.35).any()      # places where the clipped error is the larger one, and where it isn't
@@ -209,7 +232,7 @@ def test_what_the_policy_is_not_told(batch):
     critic = Critic(model, separate=True)
     torch.nn.init.normal_(critic.head.weight, std=0.05, generator=torch.Generator().manual_seed(3))
     args, rows = settings(critic_sees="need"), [list(e.rows[0].ids) for e in episodes]
-    row = critic_row(chat, episodes[0], "need", 4096)
+    row = critic_row(chat, episodes[0], "need")
     shift = len(row.ids) - len(rows[0])
     assert episodes[0].scenario.hidden_need in chat.tokenizer.decode(row.ids[:shift]) and row.ids[shift:] == rows[0] and row.mask == [0] * shift + episodes[0].rows[0].mask
     one = judge(args, model, critic, chat, episodes)
@@ -292,6 +315,20 @@ def test_the_update_is_the_two_losses_written_out(batch, kind, separate):
     (policy / (len(episodes) * 3 * 6) + 0.5 * values / count).backward()
     assert abs(seen["value_loss"] - (values / count).item()) < 1e-6
     assert all(torch.allclose(g, p.grad, atol=1e-5) for g, p in zip(got, [*model.parameters(), *critic.parameters()]))
+
+
+def test_warm_up_and_update_weigh_the_critic_alike(batch):
+    """Adam divides by the size of past gradients: a warm-up in another scale would slow, or drive, the critic for the whole run."""
+    model, chat, episodes, critic = batch
+    b = judge(ARGS, model, critic, chat, episodes)
+    got, _ = gradient(model, critic, chat, episodes, {**b, "advantage": torch.zeros_like(b["advantage"])})
+    kept = []
+
+    class Keep(torch.optim.SGD):
+        def step(self):
+            kept.extend(p.grad.clone() for p in critic.parameters())
+    warm_up(settings(critic_warmup=1), model, critic, Keep(critic.parameters(), lr=0.0), chat, episodes, b)
+    assert all(torch.allclose(a, g, atol=1e-7) for a, g in zip(kept, got[-2:]))
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -526,3 +563,38 @@ def test_a_run_of_the_other_script_is_refused(tiny_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         train_ppo.main(["--resume", str(run)])
     assert e.value.code == 2 and "not a run of this script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [train_grpo, train_ppo])
+@pytest.mark.parametrize("preset", ["laptop", "gpu"])
+def test_each_preset_passes_its_own_checks(script, preset, tiny_folder, tmp_path, monkeypatch):
+    """Up to the point where weights are loaded."""
+    class Loaded(Exception):
+        pass
+
+    def load(*_):
+        raise Loaded
+    monkeypatch.setattr(script, "load", load)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Loaded):
+        script.main(["--model", tiny_folder, "--preset", preset, "--cold_start", "none", "--run", str(tmp_path / "run"), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("script", [train_grpo, train_ppo])
+def test_a_step_whose_users_all_failed_is_saved_and_said(script, tiny_folder, tmp_path, monkeypatch, capsys):
+    class Broken(ScriptedUsers):
+        def respond(self, users, replies, cuts):
+            turns = super().respond(users, replies, cuts)
+            for u, t in zip(users, turns):
+                t.failed = u.scenario.split == "train"
+            return turns
+    monkeypatch.setattr(script, "ScriptedUsers", Broken)
+    with pytest.raises(SystemExit) as e:
+        script.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY])
+    assert e.value.code == 2 and "every simulated user failed" in capsys.readouterr().err and (tmp_path / "run" / "checkpoint" / "state.pt").exists()
+
+
+def test_the_critics_prefix_must_fit(tiny_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        train_ppo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY, "--critic", "separate", "--critic_sees", "need", "--max_tokens", "3800"])
+    assert e.value.code == 2 and "--max_tokens 3800" in capsys.readouterr().err and not (tmp_path / "run").exists()
