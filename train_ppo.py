@@ -210,12 +210,17 @@ def value_loss(args, critic, chat, episodes, b, index, hidden):
 
 def warm_up(args, model, critic, optimizer, chat, episodes, b):
     """`critic_warmup` optimiser steps of the critic alone, the policy frozen, on the mini-batches of this batch in turn."""
+    use, states = [i for i, e in enumerate(episodes) if e.finish != "user_failed"], {}
+    if critic.own is None:                                 # a shared trunk doesn't move: its states, (n, D) an episode, are computed once
+        for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch):
+            rows = [episodes[use[j]].rows[0] for j in part]
+            ids, source, _, _, _ = collate(rows, critic.head.weight.device)
+            with torch.no_grad():
+                states.update(zip([use[j] for j in part], model(ids).flatten(0, 1)[source].split([sum(row.mask) for row in rows])))
     for minibatch in range(args.critic_warmup):
         use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches and e.finish != "user_failed"]
         for index in ([use[j] for j in part] for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch)):
-            ids, source, _, _, _ = collate([episodes[i].rows[0] for i in index], critic.head.weight.device)
-            with torch.no_grad():
-                hidden = model(ids).flatten(0, 1)[source] if critic.own is None else None
+            hidden = torch.cat([states[i] for i in index]) if states else None
             (args.value_coef * value_loss(args, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()      # as in update: Adam remembers the scale
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
