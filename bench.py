@@ -301,13 +301,14 @@ def step(args):
 
 # ---------------------------------------------------------------------------------------------- ppo
 def ppo(args):
-    """Seconds and peak memory of one update on the same dialogues of the laptop preset: GRPO's, PPO's with a shared critic, PPO's with a separate one."""
+    """Seconds and peak memory of one update on the same dialogues of the laptop preset: GRPO's, PPO's with a shared critic, PPO's with a separate one.
+    PPO's hold the values of the whole batch too, but no warm-up: a run has that once."""
     preset = SimpleNamespace(**{**vars(train_ppo.p.parse([])[0]), **train_ppo.PRESETS["laptop"]})
     model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
     model.train_only_upper(preset.train_layers)
-    chat, jobs = Chat(tokenizer, model.config.vocab), [(s, None) for s in load_scenarios("data/scenarios.jsonl", "train")[::12]]
-    with tqdm(total=64 * preset.max_turns, desc="dialogues", unit="reply", leave=False) as bar:
-        episodes = rollout(model, chat, ScriptedUsers(), jobs, 8, preset.max_turns, preset.max_new_tokens, preset.max_tokens, preset.temperature,
+    chat, jobs = Chat(tokenizer, model.config.vocab), [(s, None) for s in load_scenarios("data/scenarios.jsonl", "train")[::12]]      # 8 of them
+    with tqdm(total=8 * args.copies * preset.max_turns, desc="dialogues", unit="reply", leave=False) as bar:
+        episodes = rollout(model, chat, ScriptedUsers(), jobs, args.copies, preset.max_turns, preset.max_new_tokens, preset.max_tokens, preset.temperature,
                            torch.Generator().manual_seed(args.seed), bar)
     rewards, critics = score(episodes), {"PPO, shared": Critic(model), "PPO, separate": Critic(model, separate=True)}
     adam = lambda *modules: torch.optim.AdamW([q for m in modules for q in m.parameters() if q.requires_grad], lr=1e-6, fused=True)
@@ -315,7 +316,7 @@ def ppo(args):
 
     def one(name):
         if name == "GRPO":
-            return update(preset, model, None, optimizers[name], chat, episodes, trajectory_advantages(rewards, 8, 0.03)[0])
+            return update(preset, model, None, optimizers[name], chat, episodes, trajectory_advantages(rewards, args.copies, 0.03)[0])
         b = train_ppo.advantages(preset, model, critics[name], None, chat, episodes, rewards, preset.lam)
         return train_ppo.update(preset, model, critics[name], None, optimizers[name], chat, episodes, b)
     seconds, peak = {name: [] for name in optimizers}, {}
@@ -371,7 +372,8 @@ def main():
     m.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, also in the loss")
     m.add_argument("--micro_ours", type=int, default=8, help="rows a micro-batch, ours")
     m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
-    modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
+    m = modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
+    m.add_argument("--copies", type=positive(int), default=8, help="dialogues of each of 8 scenarios")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
