@@ -302,14 +302,14 @@ def step(args):
 # ---------------------------------------------------------------------------------------------- ppo
 def ppo(args):
     """Seconds and peak memory of one update on the same dialogues of the laptop preset: GRPO's, PPO's with a shared critic, PPO's with a separate one.
-    PPO's hold the values of the whole batch too, but no warm-up: a run has that once."""
+    PPO's hold the values of the whole batch too, but no warm-up: a run has that once. The states that a shared critic reads come with the rollout."""
     preset = SimpleNamespace(**{**vars(train_ppo.p.parse([])[0]), **train_ppo.PRESETS["laptop"]})
     model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
     model.train_only_upper(preset.train_layers)
     chat, jobs = Chat(tokenizer, model.config.vocab), [(s, None) for s in load_scenarios("data/scenarios.jsonl", "train")[::12]]      # 8 of them
     with tqdm(total=8 * args.copies * preset.max_turns, desc="dialogues", unit="reply", leave=False) as bar:
         episodes = rollout(model, chat, ScriptedUsers(), jobs, args.copies, preset.max_turns, preset.max_new_tokens, preset.max_tokens, preset.temperature,
-                           torch.Generator().manual_seed(args.seed), bar)
+                           torch.Generator().manual_seed(args.seed), bar, keep_states=True)
     rewards, critics = score(episodes), {"PPO, shared": Critic(model), "PPO, separate": Critic(model, separate=True)}
     adam = lambda *modules: torch.optim.AdamW([q for m in modules for q in m.parameters() if q.requires_grad], lr=1e-6, fused=True)
     optimizers = {"GRPO": adam(model), **{name: adam(model, critic) for name, critic in critics.items()}}

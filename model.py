@@ -303,13 +303,14 @@ def append(model, cache, chunks):
 
 
 @torch.no_grad()
-def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0, top_k=0, top_p=1.0, generator=None, check_every=8):
+def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0, top_k=0, top_p=1.0, generator=None, check_every=8, states=None):
     """Continue every row of a live cache until a stop id or its budget.
 
     hidden (B, D): state of each row's last fed id. budgets: tokens allowed, one int a row, >= 1. banned (V,) bool or None.
     temperature 0 is greedy. -> (tokens, logprobs): a list of ids and of floats per row, the stop id included.
     logprobs are of the distribution at that temperature over the allowed ids (what token_logprobs scores; at
-    temperature 0: at temperature 1), before top-k / top-p. The last sampled id is *not* in the cache yet: begin the
+    temperature 0: at temperature 1), before top-k / top-p. states: a list, to be filled with the hidden states (tokens, D) that
+    each row's tokens were drawn from: what a critic on this trunk reads, computed anyway. The last sampled id is *not* in the cache yet: begin the
     next chunk with it.
 
     One uniform number a token, drawn up front, picks the token by inverse CDF: no RNG in the loop, and a row's tokens do
@@ -330,7 +331,10 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     order = list(range(B))                                 # order[place] = row; the first len(live) places are being decoded
     live, view = torch.arange(B, device=device), cache     # live: rows at those places
     going = torch.ones(B, dtype=torch.bool, device=device)
+    seen = None if states is None else hidden.new_zeros(B, longest, hidden.shape[1])
     for t in range(longest):
+        if seen is not None:
+            seen[live, t] = hidden
         logits = model.logits(hidden)                                                                 # (R, V)
         if banned is not None:
             logits.masked_fill_(banned, float("-inf"))
@@ -370,6 +374,8 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     cache.top = max(cache.top, view.top)
     cache.permute(back)
     count = count.tolist()
+    if seen is not None:
+        states += [s[:n] for s, n in zip(seen, count)]
     rows_t, rows_l = tokens.tolist(), logprobs.tolist()
     return [r[:n] for r, n in zip(rows_t, count)], [r[:n] for r, n in zip(rows_l, count)]
 

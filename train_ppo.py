@@ -131,7 +131,7 @@ def gae(rewards, values, mask, beyond, gamma, lam):
 
 @torch.no_grad()
 def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
-    """Values of all policy tokens (one forward of the critic's trunk), then GAE. -> dict of (E, P) tensors on the CPU, E episodes, P policy
+    """Values of all policy tokens, then GAE. A shared critic reads the states that sampling has computed; a separate one costs a forward. -> dict of (E, P) tensors on the CPU, E episodes, P policy
     tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
     target of the value; advantage, whitened over the policy tokens of the whole batch (divided by max(std, .01): no noise is blown up).
 
@@ -142,17 +142,22 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     come the critic foresaw (0 untrained, 1 at best, below 0 worse than saying nothing); bootstrap, the mean of `beyond`; kl_reference, if measured.
     """
     device = model.model.embed_tokens.weight.device
-    trunk = model if critic.own is None else critic.own
     use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
     rows = {i: critic_row(chat, episodes[i], args.critic_sees, beyond=True) for i in use}
-    E, P = len(episodes), max((sum(rows[i].mask) for i in use), default=1)
+    turns = {i: [t for t in rows[i].turn if t >= 0] for i in use}
+    E, P = len(episodes), max(map(len, turns.values()), default=1)
     value, known, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
+    for i, e in zip(use, (episodes[i] for i in use)):
+        emotions = torch.tensor([e.start_emotion] + [u.emotion for u in e.turns])
+        turn[i, :len(turns[i])] = torch.tensor(turns[i])
+        known[i, :len(turns[i])] = emotions[turns[i]] / 100
+        if critic.own is None:
+            value[i, :len(turns[i])] = critic(torch.cat(e.states)[:len(turns[i])], known[i, :len(turns[i])].to(device)).cpu()
     for index in ([use[j] for j in part] for part in micro_batches([rows[i] for i in use], args.tokens_per_microbatch)):
-        ids, source, _, _, at = collate([rows[i] for i in index], device)                             # (B, T), then (N,)
-        row, place = map(list, zip(*[(i, j) for i in index for j in range(sum(rows[i].mask))]))
-        turn[row, place] = torch.tensor([t for _, t in at])
-        known[row, place] = torch.tensor([([episodes[i].start_emotion] + [u.emotion for u in episodes[i].turns])[t] / 100 for i, (_, t) in zip(row, at)])
-        value[row, place] = critic(trunk(ids).flatten(0, 1)[source], known[row, place].to(device)).cpu()
+        row, place = map(list, zip(*[(i, j) for i in index for j in range(len(turns[i]))]))
+        if critic.own is not None:
+            ids, source, _, _, _ = collate([rows[i] for i in index], device)                          # (B, T), then (N,)
+            value[row, place] = critic(critic.own(ids).flatten(0, 1)[source], known[row, place].to(device)).cpu()
         if reference is not None:
             ids, source, target, old, _ = collate([episodes[i].rows[0] for i in index], device)
             with reference.without_adapters():
@@ -210,17 +215,10 @@ def value_loss(args, critic, chat, episodes, b, index, hidden):
 
 def warm_up(args, model, critic, optimizer, chat, episodes, b):
     """`critic_warmup` optimiser steps of the critic alone, the policy frozen, on the mini-batches of this batch in turn."""
-    use, states = [i for i, e in enumerate(episodes) if e.finish != "user_failed"], {}
-    if critic.own is None:                                 # a shared trunk doesn't move: its states, (n, D) an episode, are computed once
-        for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch):
-            rows = [episodes[use[j]].rows[0] for j in part]
-            ids, source, _, _, _ = collate(rows, critic.head.weight.device)
-            with torch.no_grad():
-                states.update(zip([use[j] for j in part], model(ids).flatten(0, 1)[source].split([sum(row.mask) for row in rows])))
     for minibatch in range(args.critic_warmup):
         use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches and e.finish != "user_failed"]
         for index in ([use[j] for j in part] for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch)):
-            hidden = torch.cat([states[i] for i in index]) if states else None
+            hidden = torch.cat([s for i in index for s in episodes[i].states[:len(episodes[i].turns)]]) if critic.own is None else None      # the policy's trunk doesn't move
             (args.value_coef * value_loss(args, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()      # as in update: Adam remembers the scale
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
@@ -384,7 +382,7 @@ def main(argv=None):
             jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
             with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
-                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
             clock.append(time.time())
             if all(e.finish == "user_failed" for e in episodes):
                 checkpoint(step)

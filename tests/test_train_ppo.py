@@ -32,7 +32,7 @@ def batch(tiny_chat):
     """Six sampled dialogues of two scenarios, the model that sampled them, and a critic with an opinion."""
     model, chat = tiny_chat
     model = deepcopy(model)
-    episodes = rollout(model, chat, ScriptedUsers(), [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:2]], 3, 3, 6, 1024, 0.9, torch.Generator().manual_seed(0))
+    episodes = rollout(model, chat, ScriptedUsers(), [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:2]], 3, 3, 6, 1024, 0.9, torch.Generator().manual_seed(0), keep_states=True)
     critic = Critic(model)
     torch.nn.init.normal_(critic.head.weight, std=0.05, generator=torch.Generator().manual_seed(3))
     return model, chat, episodes, critic
@@ -181,8 +181,9 @@ def test_a_real_cut_by_max_tokens(tiny_chat):
     model, chat = tiny_chat
     jobs = [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:2]]
     room = max(len(chat.opening(s.opening)) for s, _ in jobs) + 6
-    episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, room, 0.9, torch.Generator().manual_seed(0))
+    episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, room, 0.9, torch.Generator().manual_seed(0), keep_states=True)
     assert all(e.finish == "max_tokens" and e.truncated and e.after and len(e.replies) == 1 for e in episodes)
+    assert all(len(e.states) == 2 and len(torch.cat(e.states)) == sum(e.rows[0].mask) + 1 for e in episodes)
     row = critic_row(chat, episodes[0], "dialogue", beyond=True)
     assert row.ids == episodes[0].rows[0].ids + episodes[0].after + [chat.eot] and row.turn[-1] == 1 and sum(row.mask) == sum(episodes[0].rows[0].mask) + 1
 
@@ -197,6 +198,17 @@ def test_a_failed_user_leaves_everything(batch):
 
 
 # ---------------------------------------------------------------------------------------------- critic
+def test_the_states_that_sampling_kept_are_the_trainers(batch):
+    """Four ragged turns on a live cache, rows retired and moved: the hidden state before every policy token, and after a cut dialogue's last line, as one forward gives it."""
+    model, chat, _, _ = batch
+    users = ScriptedUsers(max_turns=3)
+    for e in rollout(model, chat, users, [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:3]], 3, 4, 7, 1024, 0.9, torch.Generator().manual_seed(1), keep_states=True):
+        row = e.rows[0]
+        hidden = model(torch.tensor([row.ids + e.after]))[0]
+        want = [hidden[[j - 1 for j, t in enumerate(row.turn) if t == k]] for k in range(len(e.turns))] + [hidden[-1:]] * e.truncated
+        assert len(want) == len(e.states) and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(e.states, want))
+
+
 def test_the_untrained_critic_says_it_stays_as_it_is(batch):
     model, chat, episodes, _ = batch
     for bound in (False, True):
@@ -430,7 +442,7 @@ def test_two_armed_bandit(tiny_chat, seed, variant):
     optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 3e-2 if "lora" in variant else 3e-3}, {"params": [p for p in critic.parameters() if p.requires_grad], "lr": 1e-2}], weight_decay=0.0)
     scenario, generator = load_scenarios(SCENARIOS, "dev")[0], torch.Generator().manual_seed(seed)
     for _ in range(40):
-        episodes = rollout(model, chat, OneArm(), [(scenario, None)] * 32, 1, 1, 1, 1024, 1.0, generator)
+        episodes = rollout(model, chat, OneArm(), [(scenario, None)] * 32, 1, 1, 1, 1024, 1.0, generator, keep_states=True)
         won = sum(e.emotion for e in episodes) / 3200
         if won > 0.95:
             break
