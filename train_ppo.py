@@ -36,7 +36,7 @@ PRESETS = {   # every flag on the command line overrides its preset
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=64, group_size=2, max_turns=8, max_new_tokens=128, max_tokens=2048,
                 temperature=1.0, lr=1e-6, critic_lr=5e-6, critic="separate", critic_warmup=20, minibatches=4, epochs=1, train_layers=0, gae="token", lam=0.95, tokens_per_microbatch=4096),
 }
-p = Flags(description=__doc__)
+p = Flags(description=__doc__, epilog="flags marked *, by preset:\n" + "\n".join(f"  {name}: {' '.join(f'{k}={v}' for k, v in values.items())}" for name, values in PRESETS.items()))
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
 p.add_argument("--run", default="runs/ppo", help="folder of this run; must not exist (default: %(default)s)")
 p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
