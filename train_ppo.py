@@ -131,7 +131,9 @@ def gae(rewards, values, mask, beyond, gamma, lam):
 
 @torch.no_grad()
 def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
-    """Values of all policy tokens, then GAE. A shared critic reads the states that sampling has computed; a separate one costs a forward. -> dict of (E, P) tensors on the CPU, E episodes, P policy
+    """Values of all policy tokens, then GAE. A shared critic reads the states that sampling has computed; a separate one costs a forward.
+
+    lam: a number, replaced by each dialogue's own with --adaptive_lam. -> dict of (E, P) tensors on the CPU, E episodes, P policy
     tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
     target of the value; advantage, whitened over the policy tokens of the whole batch (divided by max(std, .01): no noise is blown up).
 
@@ -390,9 +392,10 @@ def main(argv=None):
 
             rewards = score(episodes, args.reward)
             judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, rewards, lam)
-            b = judge(1.0 if step == 0 else args.lam)
+            warming = step == 0 and args.critic_warmup > 0
+            b = judge(1.0 if warming else args.lam)
             foreseen = b["metrics"]                        # before this batch has taught the critic anything
-            if step == 0 and args.critic_warmup:           # lambda 1: towards what really happened, since this critic knows nothing yet
+            if warming:                                    # lambda 1: towards what really happened, since this critic knows nothing yet
                 cold, _ = b, warm_up(args, model, critic, optimizer, chat, episodes, b)
                 b = judge(args.lam)
                 foreseen |= {name: 0.5 * (v["value"] - cold["target"])[v["decide"]].square().mean().item() for name, v in (("value_loss_cold", cold), ("value_loss_warm", b))}

@@ -547,6 +547,15 @@ def test_pitfall_26_two_and_two_steps_equal_four(tiny_folder, tmp_path, more):
     assert all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
 
 
+@pytest.mark.parametrize("steps,lams", [("0", [0.7, 0.7]), ("3", [1.0, 0.7, 0.7])])
+def test_the_policy_always_learns_at_its_own_lambda(steps, lams, tiny_folder, tmp_path, monkeypatch):
+    """Lambda 1 is for the critic's warm-up alone: without one, the first batch once moved the policy at lambda 1 too."""
+    seen, real = [], train_ppo.advantages
+    monkeypatch.setattr(train_ppo, "advantages", lambda *a: (seen.append(a[-1]), real(*a))[1])
+    train_ppo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "2", *TINY, "--critic_warmup", steps, "--lam", "0.7"])
+    assert seen == lams
+
+
 def test_health_is_logged(tiny_folder, tmp_path, capsys):
     run = tmp_path / "run"
     train_ppo.main(["--model", tiny_folder, "--run", str(run), "--steps", "2", *TINY, "--critic_warmup", "20", "--critic_lr", "0.003"])
