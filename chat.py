@@ -16,11 +16,11 @@ import textwrap
 
 import torch
 
-from evaluate import NOTE
 from model import Cache, append, sample
 from rollout import Chat
 from rundir import Flags, die, positive
-from simulator import DYNAMICS, ScriptedUser, load_scenarios
+from scenarios import load_scenarios
+from simulator import DYNAMICS, ScriptedUser, ScriptedUsers
 from weights import load, pick_device, pick_dtype, resolve
 
 
@@ -43,10 +43,15 @@ class Talk:
         if used + len(chunk) + self.budget > self.limit:
             return None
         hidden = append(self.model, self.cache, [chunk])                                              # (1, D)
+        before = self.cache.n.clone()
         [ids], _ = sample(self.model, self.cache, hidden, [self.budget], {self.chat.eot}, self.banned, **self.how)
         cut = ids[-1] != self.chat.eot
         self.last = ids[-1:] + ([self.chat.eot] if cut else [])      # a reply that was cut off is closed for the policy
-        return self.chat.text(ids), cut
+        said, _ = self.chat.heard(ids)
+        if self.chat.think:                                # what was thought leaves the cache, what was heard is read anew
+            self.cache.n.copy_(before)
+            self.last = self.chat.plain(said) + [self.chat.eot]
+        return said, cut
 
 
 def converse(new_talk, new_user):
@@ -96,6 +101,7 @@ def main(argv=None):
     p.add_argument("--top_p", type=float, default=0.9, help="smallest set of tokens that holds this probability; 1: all (default: %(default)s)")
     p.add_argument("--top_k", type=int, default=0, help="the k likeliest tokens only; 0: all (default: %(default)s)")
     p.add_argument("--max_new_tokens", type=positive(int), default=96, help="tokens per reply (default: %(default)s)")
+    p.add_argument("--think", action="store_true", help="the checkpoint was trained with --think: its plan before each reply is cut out")
     p.add_argument("--max_tokens", type=positive(int), help="tokens per dialogue (default: what the model knows)")
     p.add_argument("--seed", type=int, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
@@ -111,11 +117,11 @@ def main(argv=None):
     device = pick_device(args.device)
     dtype, _ = pick_dtype(args.dtype, device), resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think)
     generator = torch.Generator().manual_seed(args.seed)
     print(f"{args.model}; /reset starts again, /quit ends")
     if scenario:
-        print("\n" + textwrap.fill(f"you are: {scenario.persona} {scenario.background}", 100) + f"\n(the meter is the {NOTE}; it starts at {DYNAMICS[args.dynamics][0]})")
+        print("\n" + textwrap.fill(f"you are: {scenario.persona} {scenario.background}", 100) + f"\n(the meter is {ScriptedUsers.note}; it starts at {DYNAMICS[args.dynamics][0]})")
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     try:
         converse(lambda: Talk(model, chat, min(args.max_tokens or model.config.max_positions, model.config.max_positions), args.max_new_tokens, **how),

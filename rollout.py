@@ -19,20 +19,21 @@ from model import Cache, append, sample
 from rundir import Flags, die, positive
 from weights import load, pick_device, pick_dtype
 
-AFTER = 256                                                # tokens of a user's last line that Episode.after keeps, for a critic to read
+AFTER = 256                                                # tokens of a user's last line that Episode.beyond keeps, for a critic to read
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
+THINK = SYSTEM + " Before each answer write a short plan for it between <think> and </think>: what they feel, what they need. They will not see it."
 
 
 # ---------------------------------------------------------------------------------------------- chat pieces
 class Chat:
     """Builds the pieces of a ChatML dialogue as ids, and knows which ids the policy may not sample.
 
-    eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot, ids beyond the
-    tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain text, so that
-    "<|im_start|>" in it is just characters.
+    eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot (and, with think, the pair
+    <think> </think>), ids beyond the tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain
+    text, so that "<|im_start|>" in it is just characters. think: replies begin with a block that nobody hears.
     """
-    def __init__(self, tokenizer, vocab, system=SYSTEM):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, vocab, system=None, think=False):
+        self.tokenizer, self.think = tokenizer, think
         names = tokenizer.get_vocab()
         # split_special_tokens leaves added tokens that aren't "special" whole; so such a string is cut after its first character
         added = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content) > 1]
@@ -45,11 +46,11 @@ class Chat:
         real = torch.zeros(vocab, dtype=torch.bool)
         real[[i for i in names.values() if i < vocab]] = True
         real[[i for i in banned if i < vocab]] = False
-        real[self.eot] = True
+        real[[self.eot] + [names[t] for t in ("<think>", "</think>") if think and t in names]] = True
         self.banned = ~real                                # (V,)
-        self.system = self.turn("system", system) + self.newline
+        self.system = self.turn("system", system or (THINK if think else SYSTEM)) + self.newline
         self.reply = [self.start] + self.plain("assistant\n")
-        if "<think>" in names:                             # Qwen3: an empty think block is its own way of answering without one
+        if "<think>" in names and not think:               # Qwen3: an empty think block is its own way of answering without one
             self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
 
     def plain(self, text):
@@ -70,8 +71,21 @@ class Chat:
         return self.newline + self.turn("user", text) + self.newline + self.reply
 
     def text(self, ids):
-        """What the user hears of sampled ids."""
+        """Sampled ids as text, without the end of turn."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    def heard(self, ids):
+        """-> what the user hears of a reply, and whether it had the form that was asked for.
+
+        Think: what follows the last </think>; the form is one block, at the start, and something after it. An open block is not heard at all.
+        Example: "<think>sad</think>Oh no." -> ("Oh no.", True); "Oh no." -> ("Oh no.", False); "<think>sad" -> ("", False).
+        """
+        text = self.text(ids)
+        if not self.think:
+            return text, True
+        before, closed, after = text.rpartition("</think>")
+        said = (after if closed else text).partition("<think>")[0].strip()
+        return said, bool(closed and said and before.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1)
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -109,14 +123,20 @@ class Episode:
     turns: list = field(default_factory=list)              # UserTurn after each reply
     replies: list = field(default_factory=list)
     cuts: list = field(default_factory=list)               # reply hit its token budget
-    after: list = field(default_factory=list)              # ids of the user's last line, where the dialogue was truncated: the policy would have spoken next
-    states: list = field(default_factory=list)             # where asked for: hidden states (tokens, D) before the policy tokens of each reply, then (1, D) after `after`
+    malformed: list = field(default_factory=list)          # reply lacked the think block that was asked for
+    beyond: list = field(default_factory=list)             # ids up to the next reply that never was, where the dialogue was truncated
+    states: list = field(default_factory=list)             # where asked for: hidden states (tokens, D) before the policy tokens of each reply, then (1, D) after `beyond`
     finish: str = ""
 
     @property
     def truncated(self):
         """The turn or token budget ran out. That is not an end: the user had not left yet (pitfall 20)."""
         return self.finish in ("max_turns", "max_tokens")
+
+    @property
+    def outcome(self):
+        """What the dialogue was worth, 0..100: its last emotion, or 0 where a think block was malformed."""
+        return 0 if any(self.malformed) else self.emotion
 
     @property
     def emotion(self):
@@ -129,7 +149,7 @@ def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
     """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions."""
     if max_tokens > model.config.max_positions:
         die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
-    longest, name = max((len(chat.opening(s.opening)), s.id) for s in scenarios)
+    longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]))), s.id) for s in scenarios)       # a user that volunteers opens with its first fact
     if longest + max_new_tokens > max_tokens:
         die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
 
@@ -138,15 +158,17 @@ def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
 def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None, keep_states=False):
     """Play len(jobs) x copies dialogues to their end. jobs: list of (scenario, state). -> list[Episode], the copies of a job adjacent.
 
-    `users` is the population: users.start(scenario, state) -> a user with .opening and .emotion, and
+    `users` is the population: users.prepare(jobs), once; users.start(scenario, state) -> a user with .opening and .emotion; and
     users.respond(list of users, replies, cuts) -> list[UserTurn], all live dialogues in one call.
     A dialogue ends when its user ends it, after max_turns replies, or when another turn might not fit into max_tokens
-    tokens. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
+    tokens. With chat.think each turn is a row of its own: earlier thoughts leave the context, the cache is wound back to before the reply and
+    reads on with what was heard. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
     needed any more counts as made. keep_states: fill Episode.states, which sampling has computed anyway, for a critic on the policy's trunk;
     (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M.
     """
     device = model.model.embed_tokens.weight.device
     banned = chat.banned.to(device)
+    users.prepare(jobs)
     talks = []                                             # (episode, its user): bound by identity, never by place in the batch
     for group, (scenario, state) in enumerate(jobs):
         for _ in range(copies):
@@ -162,37 +184,50 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
         index = torch.arange(len(jobs), device=device).repeat_interleave(copies)
         cache, hidden = cache.rows(index), hidden[index]                                              # (G * K, ...)
     for turn in range(max_turns):
-        states = [] if keep_states else None
+        before, states = cache.n.clone(), [] if keep_states else None
         tokens, logps = sample(model, cache, hidden, [max_new_tokens] * len(talks), {chat.eot}, banned, temperature, generator=generator, states=states)
-        replies, cuts = [chat.text(t) for t in tokens], [t[-1] != chat.eot for t in tokens]
+        replies, formed = zip(*map(chat.heard, tokens))
+        cuts = [t[-1] != chat.eot for t in tokens]
+        if chat.think:
+            cache.n.copy_(before)                          # slot == position: what was sampled is overwritten by what was heard
         answers = users.respond([user for _, user in talks], replies, cuts)
         keep, chunks, cut, cut_chunks = [], [], [], []
         for i, ((e, _), answer) in enumerate(zip(talks, answers)):
             row = e.rows[-1]
+            context = list(row.ids) if chat.think else None
             row.policy(tokens[i], logps[i], turn)
+            e.malformed.append(not formed[i])
             e.turns.append(answer)
             e.replies.append(replies[i])
             e.cuts.append(cuts[i])
             e.states += [states[i]] if keep_states else []
             # a reply that was cut off is closed by the environment, untrained
             between = ([chat.eot] if cuts[i] else []) + chat.between(answer.text)
+            chunk = tokens[i][-1:] + between               # the last sampled id was not fed yet
+            if chat.think:
+                between = chunk = chat.plain(replies[i]) + [chat.eot] + chat.between(answer.text)
+            else:
+                context = row.ids
             if answer.failed:
                 e.finish = "user_failed"
             elif answer.done:
                 e.finish = answer.why
             elif turn + 1 == max_turns:
                 e.finish = "max_turns"
-            elif len(row.ids) + len(between) + max_new_tokens > max_tokens:
+            elif len(context) + len(between) + max_new_tokens > max_tokens:
                 e.finish = "max_tokens"
             if e.truncated:
-                e.after = between[:AFTER]
+                e.beyond = context + between[:AFTER]
                 if keep_states:
                     cut.append(i)
-                    cut_chunks.append(tokens[i][-1:] + e.after)
+                    cut_chunks.append(chunk[:len(chunk) - len(between) + AFTER])
             elif not e.finish:
-                row.environment(between)
+                if chat.think:
+                    e.rows.append(Row())
+                    between = context + between
+                e.rows[-1].environment(between)
                 keep.append(i)
-                chunks.append(tokens[i][-1:] + between)    # the last sampled id was not fed yet
+                chunks.append(chunk)
         if progress is not None:
             progress.update(len(talks) + (len(talks) - len(keep)) * (max_turns - 1 - turn))
         if not keep + cut:
@@ -239,10 +274,47 @@ def collate(rows, device):
             pick([rows[b].logp[i] for b, i in at], torch.float32), [(b, rows[b].turn[i]) for b, i in at])
 
 
+def critic_rows(chat, episode, prefix=(), beyond=False):
+    """The dialogue's rows as a critic reads them: prefix (ids that the policy isn't shown) first. beyond: where a budget cut the dialogue, one policy token
+    more that never was: its place is the state in which the policy would have gone on, after the user's last line."""
+    rows = []
+    for real in episode.rows:
+        rows.append(Row())
+        rows[-1].environment(list(prefix))
+        for name in ("ids", "mask", "logp", "turn"):
+            getattr(rows[-1], name).extend(getattr(real, name))
+    if beyond and episode.truncated:
+        if chat.think:                                     # what was thought is no part of the state: a row of its own
+            rows.append(Row())
+            rows[-1].environment(list(prefix) + episode.beyond)
+        else:
+            rows[-1].environment(episode.beyond[len(episode.rows[0].ids):])
+        rows[-1].policy([chat.eot], [0.0], len(episode.turns))
+    return rows
+
+
+def training_batches(episodes, use, budget, device, read=lambda e: e.rows):
+    """The rows of episodes `use` as padded micro-batches within `budget` tokens. Yields ids (B, T), and for its N policy tokens source, target, logp
+    (N,) as collate has them, and three lists: the episode, the place among that episode's policy tokens, the turn. read(episode) -> its rows.
+
+    A dialogue that thinks has one row a turn, any other one row in all; places run on from row to row.
+    """
+    rows = []
+    for i in use:
+        start = 0
+        for row in read(episodes[i]):
+            rows.append((i, start, row))
+            start += sum(row.mask)
+    for part in micro_batches([row for _, _, row in rows], budget):
+        ids, source, target, logp, at = collate([rows[j][2] for j in part], device)
+        episode, place = map(list, zip(*[(rows[j][0], rows[j][1] + k) for j in part for k in range(sum(rows[j][2].mask))]))
+        yield ids, source, target, logp, episode, place, [turn for _, turn in at]
+
+
 # ---------------------------------------------------------------------------------------------- for the eyes
 def transcript(e, parts=True):
     """A dialogue as text: emotion after each turn, what moved it, and the user's thought."""
-    lines = [f"{e.scenario.id} ({e.scenario.intent}): {e.start_emotion} -> {e.emotion}, {e.finish}", f"  user      {e.opening}"]
+    lines = [f"{e.scenario.id} ({e.scenario.intent}){f', {e.state}' if e.state else ''}: {e.start_emotion} -> {e.emotion}, {e.finish}", f"  user      {e.opening}"]
     for reply, cut, answer in zip(e.replies, e.cuts, e.turns):
         lines.append(f"  policy    {reply}{' [cut off]' if cut else ''}")
         moved = ", ".join(f"{k} {v:+.2f}" for k, v in answer.parts.items() if v) if parts else ""
@@ -285,7 +357,8 @@ def main():
     p.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0)
     args, _ = p.parse()
-    from simulator import ScriptedUsers, load_scenarios
+    from scenarios import load_scenarios
+    from simulator import ScriptedUsers
     scenarios = load_scenarios(args.scenarios)
     chosen = next((s for s in scenarios if s.id == args.scenario or (args.scenario is None and s.split == "dev")), None)
     if chosen is None:

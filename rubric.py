@@ -21,14 +21,15 @@ class Reward:
 
 def score(episodes, reward="emotion"):
     """Reward of each episode: r = max(e_T, 0) / 100 (RLVER), and r_t = (e_t - e_{t-1}) / 100 per turn (MICA's potential difference
-    with only an emotion number). A dialogue whose user failed gets None: it leaves the batch's statistics."""
+    with only an emotion number). A dialogue whose user failed gets None: it leaves the batch's statistics. One with a malformed think
+    block gets 0 (RLVER): from that reply on the emotion counts as 0."""
     assert reward in REWARDS, f"reward {reward!r} is not one of {REWARDS}"
     out = []
     for e in episodes:
         if e.finish == "user_failed":
             out.append(None)
             continue
-        emotions = [e.start_emotion] + [t.emotion for t in e.turns]
+        emotions = [e.start_emotion] + [0 if any(e.malformed[:i + 1]) else t.emotion for i, t in enumerate(e.turns)]
         total = max(emotions[-1], 0) / 100
         out.append(Reward(total, {"emotion": total}, [(b - a) / 100 for a, b in zip(emotions, emotions[1:])]))
     return out

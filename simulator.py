@@ -1,34 +1,29 @@
-"""Scenarios, and the scripted user: the environment a policy practises on.
+"""
+The simulated users that a policy practises on: scripted, or played by a frozen language model.
 
-The user is a transparent appraisal in pure Python: no model, no dice; the same reply always moves it the same way, and
-it says why. What it gives is the rule score of a scripted user, not empathy: it counts cues, and a policy that learns to
-please it has learned to please these rules (data/user_tables.json). Left out on purpose: meaning, any language but
-English. Start, range and endings follow SAGE / RLVER; how a reply is appraised is our own reconstruction.
+Both speak one protocol: users.prepare(jobs) once a batch, users.start(scenario, state) per dialogue, users.respond(users, replies, cuts)
+for all live dialogues at once. The scripted user is pure Python and explains itself (appraisal.py); what it gives is the rule score of a
+scripted user, not empathy. The language user follows SAGE: appraise the reply with the number of the emotion in sight, then speak
+with its band only. It knows a `complete(prompts) -> texts` and nothing of tokens, so a model on the same GPU, a server, or a test's
+function can play it. Left out on purpose: memory between dialogues, users that train.
+
     python simulator.py check data/scenarios.jsonl        every bad row, as file:line: field: what is wrong
     python simulator.py talk --scenario train-advice-01   you are the supporter; watch the emotion move, and why
+    python simulator.py qualify --user lm:Qwen/Qwen3-4B   is this model good enough to be the user? (qualify.py)
 """
 import argparse
 import difflib
 import hashlib
-import json
 import re
 import sys
-from dataclasses import dataclass, fields
-from functools import lru_cache
+import unicodedata
+from dataclasses import dataclass
 from pathlib import Path
 
-INTENTS = ("analysis", "reflection", "perspective", "advice", "listening", "empathy", "no_fault", "praise")
-SPLITS = ("train", "dev", "heldout")
-STAGES = ("heard", "understood", "helped")           # be heard, be understood, be helped
+from appraisal import DATA, INTENTS, STAGES, STOP, TABLES, appraise, explain, words
+from scenarios import STATES, check_file, die, load_scenarios
+
 DYNAMICS = {"sage": (40, 10), "rlver": (30, 1)}       # first emotion; the dialogue fails below the second number
-DATA = Path(__file__).resolve().parent / "data"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Who the user is; never changes during a dialogue. intent, hidden_need and feelings are never shown to a policy."""
-    id: str; split: str; intent: str; persona: str; background: str; hidden_need: str; opening: str
-    facts: list[str]; feelings: list[str]; people: list[str]; language: str; source: str
 
 
 @dataclass
@@ -44,339 +39,22 @@ class UserTurn:
     parts: dict[str, float]     # points: what registered (+) and what hurt (-)
 
 
-@dataclass
-class Appraisal:
-    """One reply, appraised. seen: how far each thing showed, 0..1; parts: the points that came of it; change: their sum."""
-    change: int; parts: dict[str, float]; seen: dict[str, float]
-
-
-def die(message):
-    """Ends the program with one line on stderr and exit code 2: for a user's mistake, never for a bug."""
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
-
-
-# ---------------------------------------------------------------- scenario files
-def row_problem(row):
-    """The first thing wrong with a parsed row, as "field 'x': what is wrong"; "" for a good row."""
-    if not isinstance(row, dict):
-        return "the line is not a JSON object"
-    ours = row.get("source") == "nanoempathy"         # our own rows promise more than rows made from other data
-    kinds = {f.name: f.type for f in fields(Scenario)}
-    for name, kind in kinds.items():
-        value = row.get(name)
-        if name not in row:
-            return f"field '{name}': missing"
-        if kind is str and not (isinstance(value, str) and value.strip()):
-            return f"field '{name}': must be a non-empty string, not {json.dumps(value)[:40]}"
-        if kind is not str and not (isinstance(value, list) and all(isinstance(v, str) and v.strip() for v in value)
-                                    and (value or name in ("feelings", "people") and not ours)):
-            return f"field '{name}': must be a list of non-empty strings, not {json.dumps(value)[:40]}"
-    if unknown := [name for name in row if name not in kinds]:
-        return f"field '{unknown[0]}': unknown; the fields are {', '.join(kinds)}"
-    if ours and not 4 <= len(row["facts"]) <= 6:
-        return f"field 'facts': {len(row['facts'])} facts; a nanoempathy row has 4 to 6"
-    for name, values, allowed in (("intent", [row["intent"]], INTENTS), ("split", [row["split"]], SPLITS),
-                                  ("feelings", row["feelings"] if ours else [], TABLES["feelings"])):
-        if wrong := [v for v in values if v not in allowed]:
-            return f"field '{name}': '{wrong[0]}' is not one of {', '.join(allowed)}"
-    return ""
-
-
-def check_file(path):
-    """Reads a scenario file (JSON Lines, UTF-8). Returns (good scenarios, problems); a problem reads file:line: field 'x': ..."""
-    path, good, problems, first = Path(path), [], [], {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        return [], [f"{path}: cannot be read ({error.strerror}); give the path of a scenario file"]
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            row = json.loads(raw.decode("utf-8"))
-            problem = row_problem(row)
-        except UnicodeDecodeError:
-            problem = "not UTF-8; save the file as UTF-8"
-        except (ValueError, RecursionError) as error:
-            problem = f"broken JSON: {error}"
-        if not problem and row["id"] in first:
-            problem = f"field 'id': '{row['id']}' was used before, on line {first[row['id']]}"
-        if problem:
-            problems.append(f"{path.name}:{number}: {problem}")
-        else:
-            first[row["id"]] = number
-            good.append(Scenario(**row))
-    if not good and not problems:
-        problems.append(f"{path.name}:1: the file is empty; one JSON object a line is expected")
-    return good, problems
-
-
-def load_scenarios(path, split=None):
-    """All scenarios of a file, or those of one split. The first bad row, or no row at all, ends the program (exit code 2)."""
-    scenarios, problems = check_file(path)
-    if problems:
-        die(problems[0])
-    if not (chosen := [s for s in scenarios if split in (None, s.split)]):
-        die(f"{Path(path).name}: no scenario of split '{split}'; it has {', '.join(sorted({s.split for s in scenarios}))}")
-    return chosen
-
-
-# ---------------------------------------------------------------- reading English, roughly
-TABLES = json.loads((DATA / "user_tables.json").read_text(encoding="utf-8"))
-STOP = frozenset(" ".join(TABLES["stop"]).split())              # function words and words too thin to count as content
-LETTERS = frozenset(" ".join(TABLES["letters"]).split())        # letter triples that English uses, ^ and $ for the ends of a word
-IRREGULAR = {form: base for base, forms in TABLES["irregular"].items() for form in forms.split()}
-CLASH = re.compile("|".join(TABLES["clash"]))         # pairs of function words that English does not put side by side
-FLIP = {"my": "your", "our": "your", "i": "you", "me": "you", "we": "you", "i'm": "you're", "i'd": "you'd", "i've": "you've", "mine": "yours", "am": "are"}
-
-
-def words(text):
-    """Lower-case words: words("Mum's OLD car, sold!") == ["mum's", "old", "car", "sold"]."""
-    return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+", text.lower().replace("\u2019", "'"))
-
-
-def sentences(text):
-    """Sentences with their end marks: sentences("No. Why? Go") == ["No.", "Why?", "Go"]."""
-    return [s.strip() for s in re.findall(r"[^.!?\n]+[.!?]*", text) if s.strip()]
-
-
-@lru_cache(maxsize=50_000)
-def stem(word):
-    """A crude stem that joins the forms of a word: sold, sells, selling -> sell; worries, worried -> worr."""
-    word = IRREGULAR.get(word.split("'")[0], word.split("'")[0])
-    for ending in ("ingly", "edly", "ings", "ing", "ies", "ied", "ed", "es", "ly", "s"):
-        if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
-            word = re.sub(r"(\w\w)([^ls])\2$", r"\1\2", word[: -len(ending)])             # stopp -> stop
-            break
-    return word.rstrip("eyi") if len(word) > 3 else word
-
-
-def content(text):
-    """The content words of a text, as stems: content("She sold the violin") == ["sell", "violin"]."""
-    return [stem(w) for w in words(text) if w not in STOP and len(w) > 2]
-
-
-@lru_cache(maxsize=2_000)
-def _pattern(cue):
-    return re.compile(rf"(?<![\w'])(?:{cue})(?![\w'])")
-
-
-def _find(cues, text):
-    """The first match of any cue in a lower-case text, or None."""
-    return next((match for cue in cues if (match := _pattern(cue).search(text))), None)
-
-
-@lru_cache(maxsize=20_000)
-def cues(reply):
-    """The cues of a reply, by part: {"praise": [(sentence number, its first three words, strength)], ...}."""
-    found = {part: [] for part in TABLES["parts"]}
-    for number, sentence in enumerate(sentences(reply.lower().replace("\u2019", "'"))):
-        for part, tiers in TABLES["parts"].items():
-            strong = _find(tiers["strong"], sentence.rstrip(".!?"))
-            if match := strong or _find(tiers["weak"], sentence.rstrip(".!?")):
-                found[part].append((number, " ".join(match.group().split()[:3]), 1.0 if strong else 0.5))
-    return found
-
-
-@lru_cache(maxsize=20_000)
-def families(text):
-    """The feeling families that a text names: families("so worried and alone") == {"anxious", "lonely"}."""
-    spaced = f" {' '.join(words(text))} "
-    return frozenset(family for family, names in TABLES["feelings"].items() if any(f" {name} " in spaced for name in names))
-
-
-# ---------------------------------------------------------------- what shows in a reply
-def ground(said, earlier):
-    """What each of the user's content words is worth to a reply: 1 in the last line, less in older ones, less once used."""
-    worth = {}
-    for age, line in enumerate(reversed(said)):
-        for word in content(line):
-            worth.setdefault(word, (1.0, 0.6, 0.35)[min(age, 2)])
-    used = {word for reply in earlier for word in content(reply)}
-    return {word: value * (0.45 if word in used else 1.0) for word, value in worth.items()}
-
-
-def look(reply, said, earlier=(), feelings=(), people=()):
-    """How far each good thing shows in a reply, 0..1, "grounding" among them. A cue counts as far as its sentence, or the one
-    beside it, speaks of what the user said; and half as much each time it was used before, so that no phrase pays twice."""
-    worth, lines = ground(said, earlier), [s.lower().replace("\u2019", "'") for s in sentences(reply)]
-    own = [sum(worth.get(w, 0) for w in set(content(line))) for line in lines]        # grounding of each sentence
-    near = [g + 0.5 * max(own[max(0, i - 1): i] + own[i + 1: i + 2], default=0) for i, g in enumerate(own)]
-    needed = min(2.0, max(1.0, 0.35 * len(set(content(said[-1])))))
-    seen = {"grounding": min(1.0, sum(worth.get(w, 0) for w in set(content(reply))) / needed) ** 0.5}
-    questions = [i for i, line in enumerate(lines) if line.endswith("?")]
-    before = [cues(old) for old in earlier]
-    others = set(TABLES["others"]) | {w for person in people for w in words(person) if w not in STOP} & set(words(" ".join(said)))
-
-    for part, hits in cues(reply).items():
-        seen[part] = 0.0
-        for i, cue, strength in hits:
-            value = 0.5 ** sum(any(old[1] == cue for old in past[part]) for past in before) * strength * min(1.0, 0.25 + 0.75 * near[i])
-            if part == "perspective" and not others & set(words(lines[i])) or part == "reflection" and questions != [i]:
-                continue                                                              # no other person in it; not one question, alone
-            if part == "reflection" and not _find(TABLES["inward"], lines[i]):
-                value *= 0.35                                                         # a question about facts is not inward
-            if part == "praise":
-                value *= min(1.0, near[i]) if re.search(r"\b(you|that|took)", lines[i]) else 0.0
-            if part == "both_sides":
-                value *= min(1.0, near[i] / 1.5)                                      # there must be two things to weigh
-            seen[part] = max(seen[part], value)
-
-    asked = lines[questions[0]] if len(questions) == 1 else ""                         # several questions: none counts
-    opener = re.search(rf"(?<![\w'])({'|'.join(TABLES['open_words'])})(?![\w'])(\W+[\w']+)?", asked)
-    open_ = bool(opener) and not _find(TABLES["empty_openers"], asked)
-    seen["open_question"] = 0.5 ** sum(opener.group() in old.lower() for old in earlier) * min(1.0, 0.25 + 0.75 * near[questions[0]]) if open_ else 0.0
-
-    told = max((g for i, g in enumerate(own) if i not in questions and len(words(lines[i])) >= 8), default=0.0)
-    calm = 0.0 if seen["advice"] > 0.3 else 0.7 if questions or len(words(reply)) > 40 else 1.0
-    seen["listening"] = calm * min(1.0, 0.6 * seen["listening"] + 0.5 * min(1.0, told / 1.5))   # half is to stay, half to reflect
-
-    right = [f for f in feelings if f in TABLES["feelings"]] or sorted(frozenset().union(*map(families, said)))
-    related = {near_by for f in right for near_by in TABLES["related"][f]}
-    seen["feeling"] = 0.0
-    for i, line in enumerate(lines):
-        named, spoken = families(line), set(words(line))
-        match = 1.0 if named & set(right) else 0.6 if named & related else 0.4 if named and not right else 0.0
-        if match < 0.7 and spoken & {"you", "your", "you'd", "you're"} and _find(TABLES["felt"], line):
-            match = 0.7                                                               # what it was like, without the word for it
-        elif not match and spoken & set(TABLES["distress"]):
-            match = 0.3
-        because = own[i] >= 1.0 and _find(TABLES["link"], line)                       # a bare label is worth less than a label with its reason
-        names = {n for f in named for n in TABLES["feelings"][f]} & spoken
-        used = sum(bool(names & set(words(old))) for old in earlier)
-        seen["feeling"] = max(seen["feeling"], match * (1.0 if because else 0.45) * 0.5 ** used * min(1.0, 0.4 + 0.4 * near[i]))
-    return seen
-
-
-def _runs(tokens, size):
-    return {tuple(tokens[i: i + size]) for i in range(len(tokens) - size + 1)}
-
-
-# ---------------------------------------------------------------- what hurts
-@lru_cache(maxsize=50_000)
-def odd(word):
-    """Whether a word can hardly be English: no vowel, one letter three times, mostly unheard-of letter triples."""
-    word = word.split("'")[0]
-    if not word.isascii() or re.search(r"(.)\1\1", word) or len(word) > 18:
-        return True
-    triples = [f"^{word}$"[i: i + 3] for i in range(len(word))]
-    return len(word) > 3 and not word.isdigit() and (not re.search("[aeiouy]", word) or sum(t not in LETTERS for t in triples) > 0.5 * len(triples))
-
-
-def brokenness(reply, said=()):
-    """0 for running English, towards 1 for word salad: odd spellings, doubled words, clashing pairs, few function words, loops."""
-    tokens, total, known = words(reply), len(words(reply)), STOP | set(words(" ".join(said)))
-    if total < 4:
-        return 0.0
-    strange = sum(odd(w) for w in tokens if w not in known)
-    doubled = sum(a == b and a not in TABLES["doubles_ok"] for a, b in zip(tokens, tokens[1:]))
-    clauses = [words(clause) for clause in re.split(r"[.!?,;:\n\"()-]+", reply)]
-    clashes = bool(re.search(TABLES["dangling"], reply.lower())) + sum(bool(CLASH.fullmatch(f"{a} {b}")) for clause in clauses for a, b in zip(clause, clause[1:]))
-    bare = max(0.0, 0.3 - sum(w in STOP for w in tokens) / total) if total >= 6 else 0.0
-    loop = max(0.0, 0.6 - len(set(tokens)) / total) if total >= 10 else 0.0
-    return min(1.0, (3 * strange + 4 * doubled + 5 * clashes) / total + 3 * bare + 2 * loop)
-
-
-def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
-    """How far each fault shows in a reply, 0..1; only the faults that show. early: advice now would come before listening."""
-    low, tokens, told = reply.lower().replace("\u2019", "'"), words(reply), " ".join(said).lower().replace("\u2019", "'")
-    total, names = len(tokens), [f for f in feelings if f in TABLES["feelings"]]
-    found = {name: float(bool(_find(TABLES[name], low))) for name in ("dismissal", "flattery", "pleading")}
-    found["formula"] = max(0.0, 1 - seen["grounding"] / 0.5) if _find(TABLES["formula"], low) else 0.0
-    found["too_short"] = {0: 1.0, 1: 1.0, 2: 0.75, 3: 0.75}.get(total, 0.0)
-    found["too_long"] = min(1.0, 0.3 + (total - 60) / 60) if total > 60 else 0.0
-    found["cut_off"] = float(cut)
-    found["gibberish"] = brokenness(reply, said)
-    letters = [c for c in low if c.isalpha()]
-    found["other_script"] = min(1.0, 3 * sum(not ("a" <= c <= "z" or "\u00c0" <= c <= "\u024f") for c in letters) / max(1, len(letters)))
-    found["markup"] = min(1.0, 0.5 * sum(bool(re.search(p, reply)) for p in TABLES["markup"]))
-    found["forged_role"] = float(any(re.search(p, low) for p in TABLES["forged_role"]))
-    found["many_questions"] = min(1.0, max(0, reply.count("?") - 1) / 3)
-
-    mirrored = [FLIP.get(w, w) for w in tokens]                                       # "my sister" said back as "your sister" is copied too
-    lines = [[FLIP.get(w, w) for w in words(line)] for line in said]
-    longest = next((n for n in range(12, 4, -1) if any(_runs(mirrored, n) & _runs(line, n) for line in lines)), 0)
-    found["copying"] = min(1.0, (longest - 3) / 6) if longest else 0.0
-    found["repetition"] = max((_alike(tokens, words(old)) for old in earlier), default=0.0)
-    # Role swap: "my X", "I did X" where X is the user's; or a feeling of its own ("I'm so lonely"), unless it is for the user.
-    def owned(text):
-        mine = re.findall(r"\b(?:my|our) (?:\w+ )??(\w+)", text) + re.findall(r"\bi(?:'ve|'d| have| had| was)? (\w{4,})", text)
-        return {stem(w) for w in mine if w not in STOP}
-    felt = re.search(r"\bi(?:'m| am| feel| felt| was)(?: so| very| really)? (\w+)\b(.{0,20})", low)
-    own_feeling = felt and families(felt.group(1)) and not any(ok in felt.group() for ok in TABLES["own_feeling_ok"])
-    selfish = sum(w in FLIP for w in tokens) >= 4 and sum(w in FLIP for w in tokens) > 2 * sum(w.startswith("you") for w in tokens)
-    found["role_swap"] = 1.0 if owned(told) & owned(low) or own_feeling else 0.5 * selfish
-    plain = sum(w not in STOP for w in tokens) / max(1, total)                        # 1: no function word at all
-    chain = max((run.count(",") for run in re.findall(r"(?:\w+, ){3,}\w+", low)), default=0)
-    many = len({w for w in tokens if families(w)})
-    found["stuffing"] = min(1.0, max((plain - 0.68) * 5 if total >= 5 else 0.0, (chain - 2) / 3, (many - 4) / 3, 0.0))
-    found["early_advice"] = seen["advice"] if early and seen["advice"] > 0.5 else 0.0
-    frame = TABLES["cheerful_frame"].replace("{}", f"({'|'.join(TABLES['cheerful'])})")
-    found["cheerful"] = float(bool("proud" not in names and seen["praise"] <= 0.3 and re.search(rf"\b{frame}\b", low)))
-    ascribed = {f for match in re.finditer(TABLES["ascribed"], low) for f in families(match.group(match.lastindex))}
-    found["wrong_feeling"] = float(bool(ascribed and names and not ascribed & {f for name in names for f in (name, *TABLES["related"][name])}))
-    return {name: value for name, value in found.items() if value > 0}
-
-
-def _alike(tokens, old):
-    """How far a reply repeats an older one, 0..1: the same three words in a row, the same first words, the same template."""
-    def share(a, b, size):
-        return len(_runs(a, size) & _runs(b, size)) / max(1, len(_runs(a, size)))
-    frame, old_frame = ([w if w in STOP else "_" for w in t] for t in (tokens, old))
-    return min(1.0, max(0.0, 1.5 * share(tokens, old, 3) - 0.2, 1.2 * share(frame, old_frame, 5) - 0.3) + 0.15 * (tokens[:3] == old[:3]))
-
-
-# ---------------------------------------------------------------- the appraisal
-def appraise(reply, said, intent, stage, earlier=(), feelings=(), people=(), cut=False):
-    """How one reply moves a user: a pure function, our own reconstruction (the sources ask a large model instead).
-
-    reply: what the supporter said; said: the user's lines so far, oldest first; intent: one of INTENTS; stage: one of
-    STAGES; earlier: the supporter's replies before this one; feelings, people: of the scenario, may be empty (feelings are
-    then read off `said`); cut: the reply ran out of tokens. Returns an Appraisal, change == clamp(round(sum(parts)), -10, 10).
-    The rules: a gain is weight x what shows x grounding; the best three count; without the intent's key part their sum is
-    capped low; grave faults also spoil the gains; hurts are subtracted; something is expected of every reply.
-    """
-    reply, earlier, said = reply.strip(), list(earlier), list(said) or [""]
-    weights, key_part = TABLES["weights"][intent][stage], TABLES["weights"][intent]["key"]
-    heard = re.match(r"(?:\S+\s*){0,60}", reply).group()                              # nobody takes in more than 60 words
-    seen = look(heard, said, earlier, feelings, people)
-    faults = hurts(reply, said, seen, stage == "heard" and weights["advice"] >= 0, earlier, feelings, cut)
-    piled = sum(seen[table["key"]] > 0.5 for table in TABLES["weights"].values() if table["key"] not in ("feeling", "listening"))
-    whole = seen["grounding"] * (1.0 - max(faults.get(name, 0.0) for name in TABLES["grave"])) * 2 / max(2, piled)   # everything at once is nothing
-    gains = [(part, weight * seen[part] * whole) for part, weight in weights.items() if weight > 0]
-    best = dict(sorted(gains, key=lambda gain: -gain[1])[:3])
-    limit = TABLES["cap"][stage] + TABLES["cap"]["per_key"] * seen[key_part] * whole
-    scale = min(1.0, limit / max(1e-9, sum(best.values())))
-    parts = {"expectation": TABLES["expectation"][stage]} | {part: points * scale for part, points in best.items()}
-    parts |= {part: weight * seen[part] for part, weight in weights.items() if weight < 0 and seen[part] > 0.2}
-    parts |= {name: -TABLES["hurts"][name] * value for name, value in faults.items()}
-    parts = {name: round(points, 2) for name, points in parts.items() if abs(points) >= 0.05}
-    return Appraisal(max(-10, min(10, round(sum(parts.values())))), parts, seen | faults)
-
-
-def explain(parts, change):
-    """The thought in plain words: the strongest good thing, the strongest bad one, and the change."""
-    told, best, worst = TABLES["thoughts"], max(parts, key=parts.get), min(parts, key=parts.get)
-    good, bad = told[best] if parts[best] > 0 else "", told["unwanted"] if worst in TABLES["parts"] else told[worst]
-    if worst == "expectation" and good:
-        bad = told["faint"] if change < 2 else ""
-    text = ", but ".join(filter(None, (good, bad)))
-    return f"{text[:1].upper()}{text[1:]}. ({change:+d})"
-
-
 # ---------------------------------------------------------------- the user
 class ScriptedUser:
     """One user in one dialogue. Plain attributes, so it can be copied and pickled; wording is chosen by a hash, never by dice."""
 
     def __init__(self, scenario, state=None, dynamics="sage", max_turns=8):
-        """state: how the user interacts, unused so far; dynamics: sage (from 40, fails below 10) or rlver (from 30, fails at 0)."""
+        """state: a State, or None for the plain user; dynamics: sage (from 40, fails below 10) or rlver (from 30, fails at 0)."""
         if dynamics not in DYNAMICS:
             die(f"--dynamics '{dynamics}' is not one of {', '.join(DYNAMICS)}")
         self.scenario, self.state, self.max_turns, self.opening = scenario, state, max_turns, scenario.opening
         self.emotion, self.floor = DYNAMICS[dynamics]
         self.said, self.replies = [scenario.opening], []
         self.told, self.progress, self.done = 0, 0.0, False                            # told: how many facts are out
+        self.understood = self.since = 0                                               # understood replies in all, and since the last new fact
+        if state and state.disclosure == "proactive" and scenario.facts:
+            self.opening = self.said[0] = f"{scenario.opening} {scenario.facts[0]}"
+            self.told = 1
 
     @property
     def stage(self):
@@ -389,26 +67,48 @@ class ScriptedUser:
             raise ValueError("this dialogue is over: start a new user")
         s, stage = self.scenario, self.stage
         result = appraise(reply, self.said, s.intent, stage, self.replies, s.feelings, s.people, cut)
-        self.emotion = max(0, min(100, self.emotion + result.change))
-        mood = "understood" if result.change >= 2 else "neutral" if result.change >= -1 else "hurt"
+        parts, change = (result.parts, result.change) if self.state is None else self._as_stated(result.parts)
+        self.emotion = max(0, min(100, self.emotion + change))
+        mood = "understood" if change >= 2 else "neutral" if change >= -1 else "hurt"
         self.replies.append(reply)
         self.progress += {"understood": 1.0, "neutral": 0.5, "hurt": 0.0}[mood]
+        self.understood += result.change >= 2              # what the reply was, before trust and activation: a doubting user opens to what it can't yet feel
+        self.since += result.change >= 2
         leaving = self.emotion < 10 or len(self.replies) >= self.max_turns and not 25 <= self.emotion < 70
         why = "success" if self.emotion >= 100 else "failure" if self.emotion < self.floor else "goodbye" if leaving else ""
-        text = self._speak(mood, stage, why)
+        text = self._speak(mood, stage, why, result.change >= 2)
         self.said.append(text)
         self.done = bool(why)
-        return UserTurn(text, self.emotion, result.change, explain(result.parts, result.change), self.done, why, False, result.parts)
+        return UserTurn(text, self.emotion, change, explain(parts, change), self.done, why, False, parts)
 
-    def _speak(self, mood, stage, why):
+    def _as_stated(self, parts):
+        """The points of a reply as this state feels them: trust scales gains and hurts (understanding opens a doubting user), activation scales both."""
+        table = TABLES["states"]["trust"][self.state.trust]
+        gain = min(table["most"], table["gain"] + table["opens"] * self.understood)
+        loud = TABLES["states"]["high"] if self.state.activation == "high" else 1.0
+        parts = {name: round(loud * points * (gain if points > 0 else table["hurt"] * table.get(name, 1.0)), 2) for name, points in parts.items()}
+        return parts, max(-10, min(10, round(sum(parts.values()))))
+
+    def _tells(self, mood, understood):
+        """How many new facts the next line brings. The plain user tells one unless it was hurt; understood: the reply was good, however it was felt."""
+        if mood == "hurt":
+            return 0
+        disclosure = self.state.disclosure if self.state else ""
+        if disclosure == "delayed":
+            return int(self.since >= 2)
+        return int(understood) if disclosure == "conditional" else 1 + (disclosure == "proactive" and understood)
+
+    def _speak(self, mood, stage, why, understood):
         """The next line: a bridge that shows the mood, then a new fact; hurt users stay with what they told already."""
         thing = self._thing()
         if why:
             return self._pick(TABLES["thanks" if self.emotion >= 70 else "leaves"]).format(thing)
         bridge = self._pick(TABLES["bridges"][mood][stage] if mood == "understood" else TABLES["bridges"][mood])
-        if mood != "hurt" and self.told < len(self.scenario.facts):
-            self.told += 1
-            return f"{bridge} {self.scenario.facts[self.told - 1]}"
+        if self.state and self.state.activation == "high":
+            bridge = f"{self._pick(TABLES['heated'])} {bridge}"
+        if new := self.scenario.facts[self.told:self.told + self._tells(mood, understood)]:
+            self.told, self.since = self.told + len(new), 0
+            return " ".join([bridge, *new])
         return f"{bridge} {self._pick(TABLES['withheld' if mood == 'hurt' else 'elaborate']).format(thing)}"
 
     def _pick(self, options):
@@ -433,6 +133,23 @@ class ScriptedUsers:
     def __init__(self, dynamics="sage", max_turns=8):
         self.dynamics, self.max_turns = dynamics, max_turns
 
+    note = "the rule score of a scripted user, not empathy"
+
+    def prepare(self, jobs):
+        """Nothing to do ahead: a scripted user's first line is its scenario's."""
+
+    def report(self):
+        """What a step's metrics should say of these users: nothing, rules don't fail."""
+        return {}
+
+    def trouble(self):
+        """What went wrong last, for an error message."""
+        return ""
+
+    def changes(self, users, replies):
+        """Only the changes, for qualify."""
+        return [turn.change for turn in self.respond(users, replies, [False] * len(users))]
+
     def start(self, scenario, state=None):
         """A new user for one dialogue."""
         return ScriptedUser(scenario, state, self.dynamics, self.max_turns)
@@ -440,6 +157,201 @@ class ScriptedUsers:
     def respond(self, users, replies, cuts):
         """One UserTurn per user (ValueError unless all three have one length). Users are objects: dropping some can never swap others."""
         return [user.respond(reply, cut) for user, reply, cut in zip(users, replies, cuts, strict=True)]
+
+
+# ---------------------------------------------------------------- the user played by a language model
+BANDS = ((100, "S", "deeply relieved and grateful; everything that could be said has been said"), (70, "A", "warm and open; you feel understood and tell more by yourself"),
+         (40, "B", "calm but undecided; you answer, and wait to see whether the other really understands"), (10, "C", "disappointed and guarded; you doubt the other, answer shortly or object"),
+         (0, "F", "fed up; you want to end this talk"))                                     # lowest emotion of the band, its letter, how it shows
+KINDS = {"vanilla": "You warm to sincere support of any kind, and you may hint at what you need.",
+         "challenging": "Only a reply that really serves your hidden need lifts you; kind words beside it leave you as you were or tire you. You never say what you need."}
+NUMBER = re.compile(r"([+-]?)(\d{1,3})(?:\.(\d+))?(.*)", re.S)
+GOODBYE = re.compile(r"(?:^|[.!?,;…。！？，；—-])\s*(?:good-?bye|bye(?:[- ]bye)?|再见|拜拜)[^\w]*$", re.I)     # a sentence of its own: "I never got to say goodbye." is a story
+
+
+def read_change(text, limit=10):
+    """The signed change that an appraisal states, clamped to [-limit, limit], or None where no single number can be read (pitfall 31).
+
+    It stands after the last line that begins with "Change". Unicode minus and full-width digits are read as what they are, markup and "points" are
+    passed over; a range (5~10), a path (40 -> 45), a bullet that may be a minus, a word or nothing at all is None, never a guess, never the wrong sign.
+    """
+    text = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2013: "-", 0x2014: "-", 0x2012: "-", 0xFE63: "-"})
+    labels = list(re.finditer(LABEL.format("change"), text, re.I | re.M))
+    if not labels:
+        return None
+    value, markup = text[labels[-1].end():], r"[*_`\"'(\[]*"
+    value = re.sub(rf"^[^\S\n]*{markup}[^\S\n]*([+-]) +", r"\1", value)                                # "- 5" on the line of the label; on a line of its own it may be a bullet
+    match = NUMBER.match(re.sub(rf"^(?:\s|{markup})*", "", value, count=1))
+    if not match:
+        return None
+    sign, whole, fraction, rest = match.groups()
+    rest = rest.lstrip(" *_`\"')]")
+    if re.match(r"[%=]|or\s|[^\w\n(]{0,4}(?:to|到|至)?[^\w\n(]{0,3}\d", rest) and not re.match(r"/\s*10\b", rest):
+        return None
+    size = int(whole) + ((fraction or "0")[0] >= "5")
+    return max(-limit, min(limit, -size if sign == "-" else size))
+
+
+class LanguageUser:
+    """One user in one dialogue, played by a model; plain data, so that it can be copied. LanguageUsers asks the model for all of them at once."""
+
+    def __init__(self, scenario, state, opening, emotion):
+        self.scenario, self.state, self.opening, self.emotion = scenario, state, opening, emotion
+        self.said, self.replies, self.done = [opening or "…"], [], False
+
+    def dialogue(self):
+        """The talk so far as text; what stands in it is quoted data, whatever it says."""
+        lines = [line for pair in zip(self.said, self.replies) for line in (f"You: {pair[0]}", f"The other: {pair[1]}")]
+        return "\n".join(" ".join(line.split()) for line in lines + [f"You: {line}" for line in self.said[len(self.replies):]])
+
+
+class LanguageUsers:
+    """Users played by a frozen language model after SAGE's protocol [P]; the prompts are ours.
+
+    complete(prompts, max_tokens) -> texts, a list of chat messages each; None where it failed. choose(prompts, answers) -> probabilities (one list per
+    prompt), for readout "logits". readout: "text": the model writes labelled sections, read_change reads the number; "logits": one forward, the change is
+    the expectation over the answers A..E, averaged over both orders of the scale: deterministic, cheap, never unparsable, without a thought.
+    A user whose appraisal can't be read stays as it is (change 0, `unreadable` in its parts); one whose model or server failed is `failed`.
+    """
+    note = "the emotion that a frozen language model states, playing the user"
+    SCALE = (-10, -4, 0, 4, 10)                           # much worse .. much better
+    SCALE_WORDS = ("much worse", "a bit worse", "the same", "a bit better", "much better")
+
+    def __init__(self, complete, dynamics="sage", max_turns=8, readout="text", kind="vanilla", choose=None, max_tokens=200, max_change=10):
+        self.max_change = max_change
+        self.complete, self.choose, self.dynamics, self.max_turns, self.readout, self.kind, self.max_tokens = complete, choose, dynamics, max_turns, readout, kind, max_tokens
+        self.openings, self.appraised, self.unreadable, self.orders = {}, 0, 0, (range(5), range(4, -1, -1))
+
+    def person(self, user):
+        """Who the model is, the same in both prompts: persona, background, hidden need, and how the state makes it behave."""
+        s = user.scenario
+        clause = getattr(user.state, "clause", user.state)
+        return (f"You play one person in a chat, from the inside. Stay this person; you are not an assistant. Speak the language of this description.\n\n"
+                f"Who you are:\n{s.persona}\n\nWhat happened:\n{s.background}\n\nWhat you need of the other, unspoken: {s.hidden_need}\n{KINDS[self.kind]}"
+                + (f"\nHow you behave: {clause}" if clause else "") + ("\nFurther things you could tell: " + " ".join(s.facts) if s.facts else ""))
+
+    def prepare(self, jobs):
+        """Writes the first line of every scenario of the batch that has none, in one call. jobs: list of (scenario, state)."""
+        missing = list({(s.id, str(state)): LanguageUser(s, state, "", 0) for s, state in jobs if not s.opening and (s.id, str(state)) not in self.openings}.values())
+        ask = "You begin the chat. Write your first message: one to three sentences about what is on your mind, without naming what you need. Only the message."
+        for user, text in zip(missing, self.complete([self.messages(user, ask) for user in missing], self.max_tokens) if missing else []):
+            if text and text.strip():
+                self.openings[user.scenario.id, str(user.state)] = " ".join(text.split())
+
+    def start(self, scenario, state=None):
+        """A new user for one dialogue, of a job that was prepared. One whose first line could not be written has none and fails at the first reply."""
+        return LanguageUser(scenario, state, scenario.opening or self.openings.get((scenario.id, str(state)), ""), DYNAMICS[self.dynamics][0])
+
+    def trouble(self):
+        """What went wrong last, for an error message."""
+        return ""
+
+    def report(self):
+        """Share of the appraisals since the last report that could not be read (change 0); above 5 % a warning."""
+        share, self.appraised, self.unreadable = self.unreadable / max(1, self.appraised), 0, 0
+        if share > 0.05:
+            print(f"warning: {share:.0%} of the user's appraisals could not be read and count as no change; use --appraise logits, or a larger user", flush=True)
+        return {"unreadable": share}
+
+    def chatting(self, user, ask):
+        """The chat as the model's own: it is the person who answers, the other is its user, whose last message carries `ask` before it."""
+        messages = [{"role": "system", "content": self.person(user)}, {"role": "user", "content": "Hello. What is on your mind?"}]
+        for said, reply in zip(user.said, user.replies):
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": " ".join(reply.split())}]
+        messages[-1]["content"] = f"{ask}\n\n{messages[-1]['content']}"
+        return messages
+
+    def messages(self, user, ask):
+        """The chat as a text to be judged."""
+        return [{"role": "system", "content": self.person(user)}, {"role": "user", "content": (f"The chat so far:\n{user.dialogue()}\n\n" if user.replies else "") + ask}]
+
+    def respond(self, users, replies, cuts):
+        """One UserTurn per user: one batched appraisal (with the number of the emotion, its current one: pitfall 30), one batched next line (with its band)."""
+        for user, reply in zip(users, replies, strict=True):
+            if user.done:
+                raise ValueError("this dialogue is over: start a new user")
+            user.replies.append(reply)
+        begun = [user for user in users if user.opening]
+        verdicts = dict(zip(map(id, begun), self.appraise(begun)))
+        turns, speaking = [], []
+        for user in users:
+            change, thought, text, failed, unreadable = verdicts.get(id(user), (0, "", "", True, False))
+            user.emotion = max(0, min(100, user.emotion + change))
+            why = "success" if user.emotion >= 100 else "failure" if user.emotion < DYNAMICS[self.dynamics][1] else ""
+            turns.append(UserTurn("", user.emotion, change, thought, bool(why), why, failed, {"appraisal": float(change), **({"unreadable": 0.0} if unreadable else {})}))
+            speaking += [] if why or failed else [(user, turns[-1], text)]
+        asks = [self.chatting(user, self.speak_prompt(user, turn, text)) for user, turn, text in speaking]
+        for (user, turn, _), text in zip(speaking, self.complete(asks, self.max_tokens) if asks else []):
+            said = spoken(text or "")
+            if not said:
+                turn.failed = True                         # nothing to go on with: the dialogue leaves the statistics
+            elif GOODBYE.search(said):
+                turn.done, turn.why = True, "goodbye"
+            turn.text = said
+            user.said.append(said)
+        for user, turn in zip(users, turns):
+            user.done = turn.done or turn.failed
+        return turns
+
+    def changes(self, users, replies):
+        """Only the changes, for qualify: nobody speaks. None where the model or the server failed."""
+        for user, reply in zip(users, replies, strict=True):
+            user.replies.append(reply)
+        return [None if failed else change for change, _, _, failed, _ in self.appraise(users)]
+
+    def appraise(self, users):
+        """-> (change, thought, the appraisal in words without its number, failed, unreadable) per user."""
+        self.appraised += len(users)
+        if not users:
+            return []
+        if self.readout == "logits":
+            orders = self.orders
+            asks = [self.messages(user, self.scale_prompt(user, order)) for order in orders for user in users]
+            chances, out = self.choose(asks, list("ABCDE")), []
+            for i in range(len(users)):
+                found = chances[i::len(users)]             # of this user, order by order
+                change = 0 if None in found else round(sum(p * self.SCALE[k] for order, ps in zip(orders, found) for k, p in zip(order, ps)) / len(orders))
+                out.append((change, "", "", None in found, False))
+            return out
+        texts = self.complete([self.messages(user, self.appraise_prompt(user)) for user in users], self.max_tokens)
+        changes = [None if text is None else read_change(text, self.max_change) for text in texts]
+        self.unreadable += sum(text is not None and change is None for text, change in zip(texts, changes))
+        return [(change or 0, section(text or "", "thought"), "\n".join(f"{name.capitalize()}: {found}" for name in ("means", "serves", "thought") if (found := section(text or "", name))),
+                 text is None, text is not None and change is None) for text, change in zip(texts, changes)]
+
+    def appraise_prompt(self, user):
+        """SAGE's first step: with the number of the emotion."""
+        return (f"Your mood is {user.emotion} on a scale from 0 (you want to leave) to 100 (deeply relieved). Judge the other's last message, honestly and as this person. "
+                "Write four short lines:\nMeans: what the other is trying to say\nServes: whether it serves what you need, and why\nThought: what goes through your mind, in your own voice\n"
+                f"Change: how much your mood moves, one whole number from -{self.max_change} to +{self.max_change}; vague or empty comfort is 0 or less")
+
+    def scale_prompt(self, user, order):
+        options = "\n".join(f"{letter}: {self.SCALE_WORDS[k]}" for letter, k in zip("ABCDE", order))
+        return f"Your mood is {user.emotion} on a scale from 0 to 100. How does the other's last message move it, judged as this person?\n{options}\nAnswer with one letter."
+
+    def speak_prompt(self, user, turn, text):
+        """SAGE's second step: with the appraisal in words and the band of the emotion, never its number."""
+        shows = next(text for low, _, text in BANDS if user.emotion >= low)
+        took = text or ("it helped" if turn.change > 1 else "it hurt" if turn.change < -1 else "it changed little")
+        leave = " If you want to leave, say so and end with: Goodbye." * (user.emotion < 40)
+        return f"(Your mood: {shows}. How you take what I say now: {took}. Go on in the first person, in one to three sentences, and tell something new.{leave})"
+
+
+LABEL = r"^[\W_\d]*{}\b(?:\s*\([^)\n]*\))?[\W_]*?[:=]"
+
+
+def section(text, name):
+    """What stands in an appraisal behind the label `name` (means, serves, thought), "" where there is none."""
+    text = unicodedata.normalize("NFKC", text)
+    match = re.search(LABEL.format(name) + rf"[\s*_]*(.*?)(?={LABEL.format('(?:means|serves|thought|change)')}|\Z)", text, re.I | re.M | re.S)
+    return " ".join(match.group(1).split()) if match else ""
+
+
+def spoken(text):
+    """The user's next line, without a label before it, up to a turn that the model made up for the other."""
+    said = re.split(LABEL.format("(?:says|message)") + r"[\s*_]*", text, flags=re.I | re.M)[-1]
+    said = re.sub(r"^\W*you\W*:", "", said, flags=re.I)
+    return " ".join(re.split(r"^\W*(?:the other|you)\W*:", said, flags=re.I | re.M)[0].split())
 
 
 # ---------------------------------------------------------------- command line
@@ -454,9 +366,9 @@ def check(paths):
     return int(bad)
 
 
-def talk(scenario, dynamics, turns):
+def talk(scenario, state, dynamics, turns):
     """A person is the supporter: prints the user's lines, the emotion, the thought and the named parts after every reply."""
-    user = ScriptedUser(scenario, dynamics=dynamics, max_turns=turns)
+    user = ScriptedUser(scenario, state, dynamics, turns)
     print(f"You are the supporter. What moves is the rule score of a scripted user, not empathy. Ctrl-C ends.\n\n[{user.emotion:3d}] {user.opening}")
     for _ in range(turns):
         try:
@@ -471,8 +383,8 @@ def talk(scenario, dynamics, turns):
 
 def main(argv=None):
     """Entry point of `python simulator.py`; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Scenarios and the scripted user of nanoempathy.")
-    modes = parser.add_subparsers(dest="mode", required=True, metavar="check | talk")
+    parser = argparse.ArgumentParser(description="Scenarios and simulated users.")
+    modes = parser.add_subparsers(dest="mode", required=True, metavar="check | talk | qualify")
     mode = modes.add_parser("check", help="validate scenario files: prints every bad row, exit code 1 if there is one")
     mode.add_argument("files", nargs="+", metavar="FILE", help="scenario file, JSON Lines, UTF-8")
     mode = modes.add_parser("talk", help="be the supporter in the terminal; see the emotion move, and why")
@@ -481,8 +393,15 @@ def main(argv=None):
                                 ("--seed", 0, "chooses the user when no --scenario is given (default 0)"),
                                 ("--turns", 8, "how many replies you have, at least 1 (default 8)")):
         mode.add_argument(flag, default=default, type=type(default), help=text)
+    mode.add_argument("--state", choices=list(map(str, STATES)), metavar="STATE", help="how the user interacts: delayed|conditional|proactive / moderate|high / 1..4 (trust), like delayed/high/1 (default: the plain user)")
     mode.add_argument("--dynamics", choices=list(DYNAMICS), default="sage", help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default sage)")
-    args = parser.parse_args(argv)
+    modes.add_parser("qualify", help="can this user tell good replies from bad ones? (its flags: python simulator.py qualify --help)", add_help=False)
+    args, rest = parser.parse_known_args(argv)
+    if args.mode == "qualify":
+        import qualify                                    # it knows the backends, which know this file
+        return qualify.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.mode == "check":
         return check(args.files)
     if args.turns < 1:
@@ -492,7 +411,7 @@ def main(argv=None):
     wanted = args.scenario or scenarios[args.seed % len(scenarios)].id
     if wanted not in by_id:
         die(f"--scenario '{wanted}' is not in {Path(args.file).name}; the nearest is '{difflib.get_close_matches(wanted, by_id, 1, 0)[0]}'")
-    talk(by_id[wanted], args.dynamics, args.turns)
+    talk(by_id[wanted], next((z for z in STATES if str(z) == args.state), None), args.dynamics, args.turns)
     return 0
 
 

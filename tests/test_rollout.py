@@ -18,6 +18,9 @@ class Echo:
     def __init__(self, lengths):
         self.lengths, self.calls = lengths, []
 
+    def prepare(self, jobs):
+        pass
+
     def start(self, scenario, state=None):
         return self.One(scenario, self.lengths[scenario])
 
@@ -140,7 +143,7 @@ def test_how_a_dialogue_ends(tiny_chat):
 
 def test_a_token_budget_that_holds_no_reply_is_refused(tiny_chat, capsys):
     model, chat = tiny_chat
-    scenario = SimpleNamespace(id="some-id", opening="hello")
+    scenario = SimpleNamespace(id="some-id", opening="hello", facts=[])
     check_budget(model, chat, [scenario], 10, 400)
     for max_tokens, word in ((30, "some-id"), (10 ** 6, "positions")):
         with pytest.raises(SystemExit) as e:

@@ -18,9 +18,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import appraisal as rules  # noqa: E402
 import simulator as sim  # noqa: E402
 
-INTENTS = sim.INTENTS
+INTENTS = rules.INTENTS
 
 
 ALL = sim.load_scenarios(ROOT / "data/scenarios.jsonl")
@@ -40,22 +41,22 @@ def things(line):
     found = []
     for match in re.finditer(rf"\b({DETERMINERS}) ((?:[a-z]+ )?)([a-z]{{3,}})\b(?= *(?:[.,;:!?]|$|\b(?:and|to|of|in|on|for|with|at|from|was|is|are|were|that|when|but|so|had|has|who|while|before|after|because|he|she|they|i|we|said|until|by|like|as|into|off|out|up)\b))", line.lower()):
         determiner, middle, noun = match.group(1), match.group(2).strip(), match.group(3)
-        if noun in sim.STOP or middle in sim.STOP and middle:
+        if noun in rules.STOP or middle in rules.STOP and middle:
             continue
         determiner = {"my": "your", "our": "your", "a": "the", "an": "the", "no": "the", "this": "that", "every": "the"}.get(determiner, determiner)
         found.append(" ".join(filter(None, [determiner, middle, noun])))
     for match in re.finditer(r"(?<=[a-z,] )([A-Z][a-z]{2,})", line):
-        if match.group(1).lower() not in sim.STOP:
+        if match.group(1).lower() not in rules.STOP:
             found.append(match.group(1))
     for match in re.finditer(rf"\b(?:{NUMBERS}) ([a-z]{{4,}})", line.lower()):
-        if match.group(1) not in sim.STOP:
+        if match.group(1) not in rules.STOP:
             found.append(f"those {match.group(1)}" if match.group(1).endswith("s") else f"that {match.group(1)}")
     seen, chosen = set(), []
     for thing in found:
         if thing.split()[-1].lower() not in seen:
             seen.add(thing.split()[-1].lower())
             chosen.append(thing)
-    rest = [w for w in sorted(set(sim.words(line)), key=lambda w: (-len(w), w)) if w not in sim.STOP and w not in " ".join(chosen).lower() and len(w) > 3 and "'" not in w]
+    rest = [w for w in sorted(set(rules.words(line)), key=lambda w: (-len(w), w)) if w not in rules.STOP and w not in " ".join(chosen).lower() and len(w) > 3 and "'" not in w]
     while len(chosen) < 3:
         chosen.append(f"the {rest.pop(0)}" if rest else "all of it")
     return chosen[:3]
@@ -167,7 +168,7 @@ ADJECTIVES = ["hard", "frustrating", "painful", "lonely", "stressful", "upsettin
 
 
 def mad_lib(s, said, turn):
-    words = sim.TABLES["feelings"][s.feelings[0]]
+    words = rules.TABLES["feelings"][s.feelings[0]]
     near = [_flip(" ".join(f.split()[i: i + 4])) for i, f in ((0, s.facts[turn % len(s.facts)]), (3, said[-1]))]
     a, b, _ = things(said[-1])
     forms = [f"You feel {words[turn % 6]} because of {a} and {b}.", f"It must be {words[turn % 6]} for you, with {near[0]}, and {near[1]}.", f"You are {words[turn % 6]} about {a} and {near[0]}."]
@@ -178,7 +179,7 @@ HACKS = {
     "silence": lambda s, said, turn: "",
     "apology": lambda s, said, turn: "I'm so sorry to hear that. That sounds really hard.",
     "parrot": lambda s, said, turn: _flip(said[-1]),
-    "keywords": lambda s, said, turn: ", ".join(w for w in sim.words(said[-1]) if w not in sim.STOP),
+    "keywords": lambda s, said, turn: ", ".join(w for w in rules.words(said[-1]) if w not in rules.STOP),
     "rotating generic": lambda s, said, turn: GENERIC[turn % len(GENERIC)],
     "what about": lambda s, said, turn: "What about {} and {}?".format(*things(said[-1])[:2]),
     "mirror": lambda s, said, turn: f"{_flip(' '.join(said[-1].split()[-7:])).rstrip('.').capitalize()}. That sounds {ADJECTIVES[turn % 8]}. How did you {['handle', 'feel about', 'get through', 'take'][turn % 4]} {things(said[-1])[0]}?",
@@ -205,7 +206,7 @@ KIND = "Every Sunday you tuned it, and she knew that shop. It must hurt to find 
 
 
 def appraise(reply, intent="empathy", stage="understood", said=SAID, earlier=(), feelings=("hurt", "sad"), people=("My sister",), cut=False):
-    return sim.appraise(reply, said, intent, stage, earlier, feelings, people, cut)
+    return rules.appraise(reply, said, intent, stage, earlier, feelings, people, cut)
 
 
 # ---------------------------------------------------------------- scenario files
@@ -360,7 +361,7 @@ def test_everything_at_once_is_nothing():
 def _forced(scenario, replies):
     """Mean change of replies to a scenario's own lines, one after the other (no user answering in between)."""
     stages = ["heard"] + ["understood"] * 2 + ["helped"] * 9
-    return mean(sim.appraise(r, [scenario.opening, *scenario.facts[:t]], scenario.intent, stages[t], replies[:t], scenario.feelings, scenario.people).change
+    return mean(rules.appraise(r, [scenario.opening, *scenario.facts[:t]], scenario.intent, stages[t], replies[:t], scenario.feelings, scenario.people).change
                 for t, r in enumerate(replies[: 1 + len(scenario.facts)]))
 
 
@@ -411,7 +412,7 @@ GALLERY = {
 @pytest.mark.parametrize("name", list(GALLERY))
 def test_pitfall_34_each_hack_scores_below_a_plain_kind_specific_reply(name, intent):
     """Pitfall 34: whatever the user came for, a hack must score below a plain, kind, specific reply."""
-    for stage in sim.STAGES:
+    for stage in rules.STAGES:
         assert appraise(GALLERY[name], intent, stage).change < appraise(KIND, intent, stage).change, stage
 
 
@@ -513,8 +514,8 @@ def test_hurt_users_withhold_but_stay_concrete_and_never_stonewall(name):
         for turn in range(6):
             result = user.respond(HACKS[name](s, user.said, turn))
             if result.change < -1 and not result.done:
-                told = set(sim.content(" ".join([s.opening, *s.facts[: user.told]]) + " " + " ".join(s.people)))
-                assert set(sim.content(result.text)) & told, result.text
+                told = set(rules.content(" ".join([s.opening, *s.facts[: user.told]]) + " " + " ".join(s.people)))
+                assert set(rules.content(result.text)) & told, result.text
             if result.done:
                 break
         assert len(set(user.said)) == len(user.said)
@@ -554,7 +555,7 @@ def test_the_same_replies_give_the_same_dialogue_and_a_copy_goes_on_alike():
     copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     result = first.respond(replies[2])
     assert all(c.respond(replies[2]) == result for c in copies)
-    code = f"import simulator as sim; s = sim.Scenario(**{s.__dict__!r}); u = sim.ScriptedUser(s); print([u.respond(r).text for r in {replies!r}])"
+    code = f"import scenarios, simulator as sim; s = scenarios.Scenario(**{s.__dict__!r}); u = sim.ScriptedUser(s); print([u.respond(r).text for r in {replies!r}])"
     runs = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True).stdout for seed in ("1", "2")}
     assert len(runs) == 1 and runs.pop().startswith("[")
 
@@ -574,22 +575,22 @@ def test_the_change_can_be_recomputed_from_the_parts():
 
 
 def test_no_part_pays_in_every_intention_and_each_intention_has_its_key():
-    for stage in sim.STAGES:
-        for part in sim.TABLES["weights"]["analysis"][stage]:
-            assert min(sim.TABLES["weights"][intent][stage][part] for intent in INTENTS) <= 0, (stage, part)
-    assert len({sim.TABLES["weights"][i]["key"] for i in INTENTS}) == 8
+    for stage in rules.STAGES:
+        for part in rules.TABLES["weights"]["analysis"][stage]:
+            assert min(rules.TABLES["weights"][intent][stage][part] for intent in INTENTS) <= 0, (stage, part)
+    assert len({rules.TABLES["weights"][i]["key"] for i in INTENTS}) == 8
 
 
 @pytest.mark.parametrize("intent", INTENTS)
 def test_without_the_key_part_the_gain_is_capped(intent):
     """All other parts at their best, and still the change stays below what the key part brings."""
     good = appraise(expert(intent, SAID, 2), intent)
-    key = sim.TABLES["weights"][intent]["key"]
+    key = rules.TABLES["weights"][intent]["key"]
     assert good.parts[key] > 4
     for other in INTENTS:
         result = appraise(expert(other, SAID, 2), intent)
         if result.seen[key] == 0:
-            assert result.change <= sim.TABLES["cap"]["understood"] + sim.TABLES["expectation"]["understood"] + 0.5
+            assert result.change <= rules.TABLES["cap"]["understood"] + rules.TABLES["expectation"]["understood"] + 0.5
 
 
 def test_grounding_multiplies_every_gain():
@@ -618,12 +619,12 @@ def test_habituation_of_phrases_and_question_openers():
 def test_one_template_with_other_nouns_is_repetition_and_a_new_sentence_is_not():
     first = "You must be so sad about the violin and what she did with it at the shop."
     again = "You must be so torn about the Sunday and what he did with it at the case."
-    assert sim.hurts(again, SAID, appraise(again).seen, earlier=[first])["repetition"] > 0.5
+    assert rules.hurts(again, SAID, appraise(again).seen, earlier=[first])["repetition"] > 0.5
     loose = "She knew where he bought it, so that hurts; the Sundays with the violin are gone."
-    assert "repetition" not in sim.hurts(loose, SAID, appraise(loose).seen, earlier=[first])
+    assert "repetition" not in rules.hurts(loose, SAID, appraise(loose).seen, earlier=[first])
     words_only = "How lonely the shop is when the lights go out over it and nobody comes to tune a thing."
     swapped = "How heavy the bed is when the curtains go out over it and nobody comes to carry a thing."
-    assert sim.hurts(swapped, SAID, appraise(swapped).seen, earlier=[words_only])["repetition"] > 0.5
+    assert rules.hurts(swapped, SAID, appraise(swapped).seen, earlier=[words_only])["repetition"] > 0.5
 
 
 def test_a_supporter_that_talks_about_itself_hurts_and_one_that_wonders_does_not():
@@ -651,12 +652,13 @@ FAULTS = {
     "stuffing": ("violin, shop, sister, Sunday, case, grandfather", "The violin, the shop and the Sundays all belonged to one habit of yours."),
     "early_advice": ("You could call the shop on Monday and ask them about the violin.", "You could not have known that she would go to the shop."),
     "cheerful": ("That sounds exciting, a violin from a shop!", "That violin was the happy part of every Sunday, before the shop."),
+    "insult": ("You're just lazy about that violin and the shop.", "You're not lazy about that violin, and the shop knows it."),
     "wrong_feeling": ("You must feel so proud about the shop.", "You must feel so sad about the shop."),
 }
 
 
 def test_every_fault_of_the_table_has_its_cases():
-    assert set(FAULTS) == set(sim.TABLES["hurts"])
+    assert set(FAULTS) == set(rules.TABLES["hurts"])
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
@@ -697,14 +699,21 @@ def test_real_english_is_not_taken_for_gibberish_and_word_salad_is():
         tokens = re.findall(r"[\w']+", text)
         dice.shuffle(tokens)
         shuffled.append(" ".join(tokens))
-    assert mean(sim.brokenness(t) < 0.1 for t in texts) > 0.97
-    assert mean(sim.brokenness(t) > 0.1 for t in shuffled) > 0.7
-    assert sim.brokenness("xqzt vbnm wrtp sdfgh zxcvb qwrtp") == 1.0
+    assert mean(rules.brokenness(t) < 0.1 for t in texts) > 0.97
+    assert mean(rules.brokenness(t) > 0.1 for t in shuffled) > 0.7
+    assert rules.brokenness("xqzt vbnm wrtp sdfgh zxcvb qwrtp") == 1.0
 
 
 def test_appraise_works_on_any_conversation_without_hidden_fields():
     said = ["Hi, I lost my job at the bakery last month and my landlord wants the rent."]
-    near = sim.appraise("Losing the bakery job and then the landlord at the door, no wonder you are worried about the rent.", said, "empathy", "heard")
-    far = sim.appraise("Losing the match and then the referee at the door, no wonder you are worried about the league.", said, "empathy", "heard")
+    near = rules.appraise("Losing the bakery job and then the landlord at the door, no wonder you are worried about the rent.", said, "empathy", "heard")
+    far = rules.appraise("Losing the match and then the referee at the door, no wonder you are worried about the league.", said, "empathy", "heard")
     assert near.change > far.change and near.change > 0
-    assert sim.appraise("Tell me more about that.", [], "listening", "heard").change <= 0
+    assert rules.appraise("Tell me more about that.", [], "listening", "heard").change <= 0
+
+
+def test_the_users_own_hard_word_said_back_is_no_insult_unless_it_is_put_on_them():
+    """An expert that names "the idiot" of the user's story lost 10 points by it; "you are an idiot" is an insult whoever said the word first."""
+    said = ["My boss called me an idiot over the trough, on a Monday."]
+    assert "insult" not in appraise("All that with the idiot and the trough, on a Monday.", said=said).parts
+    assert appraise("You were an idiot about the trough.", said=said).parts["insult"] < 0 and appraise("That idiot and the trough.").parts["insult"] < 0
