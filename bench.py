@@ -33,7 +33,8 @@ from model import Cache, Critic, append, generate, sample, token_logprobs
 from rollout import Chat, Episode, Row, rollout
 from rubric import Reward, score
 from rundir import Flags, die, positive, record_result
-from simulator import ScriptedUsers, load_scenarios
+from scenarios import load_scenarios
+from simulator import ScriptedUsers
 from train_grpo import trajectory_advantages, update
 from weights import DTYPES, load, pick_device, resolve
 

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from appraisal import INTENTS, words
+from backend import BudgetSpent, add_user_flags, check_user, make_users
 from rollout import Chat, check_budget, rollout, transcript
 from rundir import Flags, die, positive, record_result
-from simulator import DYNAMICS, INTENTS, SPLITS, ScriptedUsers, load_scenarios, words
+from scenarios import SPLITS, STATES, load_scenarios
+from simulator import BANDS, DYNAMICS
 from weights import load, pick_device, pick_dtype, resolve
-
-NOTE = "rule score of the scripted user, not empathy"
 
 
 # ---------------------------------------------------------------------------------------------- playing
@@ -38,9 +39,11 @@ def spread(scenarios, n=None):
 
 
 def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=0.8, seed=0, batch=64,
-         progress=None, finished=None):
+         progress=None, finished=None, states=False):
     """Play every scenario `repeats` times. -> list[Episode], repeats adjacent; e.group is the scenario's place in `scenarios`.
 
+    states: each dialogue in one of the 24 interaction states, all of them equally often (exactly, where 24 divides the number of dialogues), the same
+    ones at each call; else the plain user.
     batch: dialogues at a time, in whole scenarios (at least one with all its repeats, whose prompt is computed once).
     progress: a tqdm bar, advanced per reply. finished: called with the episodes of each batch as soon as it is done.
 
@@ -49,13 +52,18 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
     rounding); above it the draws belong to a place in the batch, so compare runs at one batch size.
     """
     check_budget(model, chat, scenarios, max_new_tokens, max_tokens)       # said now rather than by the last batch
+    # one shuffle of the 24 after another, over the ids in order: which state a dialogue is in depends on no order of scenarios, and intents meet them evenly
+    assigned = {(id_, r): STATES[np.random.default_rng(k // 24).permutation(24)[k % 24]] for k, (id_, r) in enumerate((id_, r) for id_ in sorted(s.id for s in scenarios) for r in range(repeats))}
     episodes, size = [], max(1, batch // repeats)
     for first in range(0, len(scenarios), size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
-        done = rollout(model, chat, users, [(s, None) for s in scenarios[first:first + size]], repeats, max_turns, max_new_tokens, max_tokens,
-                       temperature, generator, progress)
-        for e in done:
-            e.group += first
+        part = scenarios[first:first + size]
+        jobs = [(s, None) for s in part]
+        if states:
+            jobs = [(s, assigned[s.id, r]) for s in part for r in range(repeats)]
+        done = rollout(model, chat, users, jobs, 1 if states else repeats, max_turns, max_new_tokens, max_tokens, temperature, generator, progress)
+        for i, e in enumerate(done):
+            e.group = first + i // repeats
         if finished is not None:
             finished(done)
         episodes += done
@@ -92,9 +100,9 @@ def summary(episodes):
     """The statistics of a list of episodes, as a dict of plain numbers (None where there is nothing to average).
 
     n dialogues; scenarios; failed (dialogues whose *user* broke: in no other number); emotion, low, high: mean final
-    emotion 0..100 and its scenario-clustered 95 % interval; success, failure: % of dialogues ending >= 100, < 10;
-    intents: intent -> {n, emotion}; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
-    cut: % of replies that hit their budget; distinct_2: different word pairs / word pairs over all replies (falls as
+    emotion 0..100 and its scenario-clustered 95 % interval; outcome: the same with 0 for dialogues with a malformed think block; success, failure: % of dialogues ending >= 100, < 10;
+    intents: intent -> {n, emotion}; states: the same by interaction state, with passed, the % that ended at >= 50; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
+    cut: % of replies that hit their budget; malformed: % that lacked the think block that was asked for; distinct_2: different word pairs / word pairs over all replies (falls as
     there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
     ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
     (0..1) in which each named part of the user's appraisal was not zero.
@@ -108,37 +116,42 @@ def summary(episodes):
     fired = Counter(name for e in kept for t in e.turns for name, value in t.parts.items() if value)
     curves = [[e.start_emotion] + [t.emotion for t in e.turns] + [e.emotion] * (length - len(e.turns)) for e in kept]
     return {"n": len(kept), "scenarios": len({e.scenario.id for e in kept}), "failed": len(episodes) - len(kept),
-            "emotion": mean(final), "low": low, "high": high,
+            "emotion": mean(final), "outcome": mean([e.outcome for e in kept]), "low": low, "high": high,
             "success": mean([100 * (e >= 100) for e in final]), "failure": mean([100 * (e < 10) for e in final]),
             "intents": {i: {"n": len(v), "emotion": mean(v)} for i, v in by_intent.items() if v},
+            "states": {str(z): {"n": len(v), "emotion": mean(v), "passed": mean([100 * (e >= 50) for e in v])} for z in STATES if (v := [e.emotion for e in kept if e.state == z])},
             "finish": dict(Counter(e.finish for e in kept).most_common()),
-            "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts),
+            "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
             "parts": {name: count / len(replies) for name, count in fired.most_common()}}
 
 
-def table(s):
-    """A summary as text."""
+def table(s, note):
+    """A summary as text; note: what the number is."""
     interval = f"95 % CI {half_up(s['low'])} .. {half_up(s['high'])}, by scenario" if s["low"] is not None else "no CI from one scenario"
-    lines = [f"mean final emotion  {half_up(s['emotion'])}   ({interval}; {NOTE})",
+    lines = [f"mean final emotion  {half_up(s['emotion'])}   ({interval}; {note})",
              f"success (>= 100)    {half_up(s['success'])} %", f"failure (< 10)      {half_up(s['failure'])} %",
              f"dialogues           {s['n']} of {s['scenarios']} scenarios; " + ", ".join(f"{k} {v}" for k, v in s["finish"].items())
              + (f"; {s['failed']} left out: their user failed" if s["failed"] else ""),
-             f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, distinct-2 {half_up(s['distinct_2'], 2)}",
+             f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, {half_up(s['malformed'])} % malformed, distinct-2 {half_up(s['distinct_2'], 2)}",
              "in % of replies     " + ", ".join(f"{name} {half_up(100 * x, 0)}" for name, x in s["parts"].items() if name != "expectation"),
              "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion"]
-    return "\n".join(lines + [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()])
+    lines += [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()]
+    if s["states"]:
+        lines += ["", f"{'state (disclosure/activation/trust)':<36} {'n':>4}  emotion  >= 50"]
+        lines += [f"{z:<36} {v['n']:>4}  {half_up(v['emotion']):>7}  {half_up(v['passed'], 0):>3} %" for z, v in s["states"].items()]
+    return "\n".join(lines)
 
 
-def closing_table(folders, scenarios, repeats, users, dtype, device, seed, **talk):
-    """What a training script prints last: the same held-out dialogues played with each of its models. folders: name -> HF folder.
+def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, **talk):
+    """What a training script prints last: the same held-out dialogues played with each of its models. folders: name -> HF folder; talk: as play has it.
     -> name -> summary."""
     results = {}
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
         with tqdm(total=len(scenarios) * repeats * talk["max_turns"], desc=f"held-out, {name}", unit="reply", leave=False) as bar:
-            results[name] = summary(play(model, Chat(tokenizer, model.config.vocab), users, scenarios, repeats, seed=seed, progress=bar, **talk))
-    print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, {NOTE} (0-100):")
+            results[name] = summary(play(model, Chat(tokenizer, model.config.vocab, think=think), users, scenarios, repeats, seed=seed, progress=bar, **talk))
+    print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, final emotion (0-100), {users.note}:")
     for name, r in results.items():
         print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %")
     return results
@@ -146,11 +159,14 @@ def closing_table(folders, scenarios, repeats, users, dtype, device, seed, **tal
 
 # ---------------------------------------------------------------------------------------------- run
 def row(e, repeat):
-    """One line of --out: the dialogue as text, with what it did to the user."""
-    turns = [{"reply": r, "cut": c, "emotion": t.emotion, "change": t.change, "parts": t.parts, "thought": t.thought, "user": t.text}
-             for r, c, t in zip(e.replies, e.cuts, e.turns)]
-    return {"scenario": e.scenario.id, "intent": e.scenario.intent, "split": e.scenario.split, "repeat": repeat, "opening": e.opening,
-            "start_emotion": e.start_emotion, "emotion": e.emotion, "finish": e.finish, "turns": turns}
+    """One line of --out in SAGE's result format, so that anyone's scorer reads ours: id, emo_point, emo_state, task, history with the emotion at each of
+    the user's lines. Ours besides: intent, split, repeat, finish, state; `cut` of a reply, `parts` of what it did."""
+    s, history = e.scenario, [{"role": "user", "content": e.opening, "emotion-point": e.start_emotion}]
+    for reply, cut, t in zip(e.replies, e.cuts, e.turns):
+        planning = {"activity": t.thought, "TargetCompletion": "", "content": "", "analyse": t.thought, "change": t.change}
+        history += [{"role": "assistant", "content": reply, "cut": cut}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
+    return {"id": s.id, "emo_point": e.emotion, "emo_state": "Emotion-" + next(letter for low, letter, _ in BANDS if e.emotion >= low), "target": "eq", "player": s.persona,
+            "scene": s.background, "character": "", "topic": "", "task": s.hidden_need, "history": history, "intent": s.intent, "split": s.split, "repeat": repeat, "finish": e.finish, **({"state": str(e.state)} if e.state else {})}
 
 
 def run(args):
@@ -163,7 +179,10 @@ def run(args):
             die(f"--out {out}: cannot be written; give a file in a folder that exists")
         if out.exists() and not args.overwrite:
             die(f"--out {out}: exists; give another name or --overwrite")
-    scenarios = spread(load_scenarios(args.scenarios, None if args.split == "all" else args.split), args.n)
+    everything = load_scenarios(args.scenarios)
+    args.split = args.split or ("all" if everything[0].source == "rlver" else "heldout")
+    scenarios = spread(everything if args.split == "all" else load_scenarios(args.scenarios, args.split), args.n)
+    check_user(args, scenarios)
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     resolve(args.model)                                    # last: it may have to be downloaded
@@ -171,27 +190,29 @@ def run(args):
         torch.set_num_threads(args.threads)
 
     print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
-    print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, scripted user, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
+    print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, user {args.user}, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
     print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats = {len(scenarios) * args.repeats}, up to {args.max_turns} replies of "
           f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
     model, tokenizer = load(args.model, dtype, device)
-    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(args.dynamics, args.max_turns)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    initial = load(args.init, dtype, device)[0] if args.user == "lm:self" and args.init else model
+    users = make_users(args, (initial, chat), dtype, device)
     if out:
         out.write_text("", encoding="utf-8")
     episodes, start, stopped = [], time.time(), ""
 
-    def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only
+    def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only; SAGE's format has no word for a user that failed
         episodes.extend(batch)
         if out:
             with open(out, "a", encoding="utf-8") as f:
-                f.writelines(json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch))
+                f.writelines(json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch) if e.finish != "user_failed")
 
     with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
         try:
             play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature,
-                 args.seed, args.batch, bar, finished)
-        except KeyboardInterrupt:
-            stopped = f"\nstopped: {len(episodes)} of {len(scenarios) * args.repeats} dialogues were finished"
+                 args.seed, args.batch, bar, finished, args.states)
+        except (KeyboardInterrupt, BudgetSpent) as e:
+            stopped = f"\nstopped{f', {e}' if str(e) else ''}: {len(episodes)} of {len(scenarios) * args.repeats} dialogues were finished"
     if args.show and episodes:
         order = sorted(episodes, key=lambda e: -e.emotion)
         k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
@@ -199,9 +220,9 @@ def run(args):
             for e in part:
                 print(f"\n---- {title}\n{transcript(e)}")
     result = summary(episodes)
-    print(stopped + "\n" + table(result) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
+    print(stopped + "\n" + table(result, users.note) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
     line = {"label": args.label, "model": args.model, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
-            "max_turns": args.max_turns, "temperature": args.temperature, "note": NOTE, **result}
+            "max_turns": args.max_turns, "temperature": args.temperature, "note": users.note, "user": args.user, "interaction": "24 states" if args.states else "plain", **result, **users.report()}
     if args.record and not stopped:
         record_result(args.record, line)
     if args.json:
@@ -216,7 +237,7 @@ def main(argv=None):
         return 0
     if argv[:1] != ["run"]:
         die(f"{argv[0] if argv else 'nothing'} is not a command; there is: python evaluate.py run (--help lists its flags)")
-    p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion: the {NOTE}.")
+    p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion. With the scripted user that is the rule score of a scripted user, not empathy.")
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")
     p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
@@ -226,12 +247,15 @@ def main(argv=None):
     p.add_argument("--label", default="", help="a name for the --record line, like 'cold start'")
     # ---- dialogues
     p.add_argument("--scenarios", default="data/scenarios.jsonl", metavar="FILE", help="scenario file (default: %(default)s)")
-    p.add_argument("--split", default="heldout", choices=[*SPLITS, "all"], help="which scenarios of it (default: %(default)s)")
+    p.add_argument("--split", choices=[*SPLITS, "all"], help="which scenarios of it (default: heldout; all of an RLVER or SAGE profile file)")
+    add_user_flags(p)
     p.add_argument("--n", type=positive(int), help="scenarios, taken evenly over the intentions (default: all of the split)")
     p.add_argument("--repeats", type=positive(int), default=4, help="dialogues per scenario (default: %(default)s)")
     p.add_argument("--dynamics", default="sage", choices=sorted(DYNAMICS), help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default: %(default)s)")
+    p.add_argument("--states", action="store_true", help="users in all 24 interaction states, equally often, instead of the plain user")
     p.add_argument("--max_turns", type=positive(int), default=5, help="replies a dialogue (default: %(default)s, as the laptop preset trains; the full protocol has 8)")
-    p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply (default: %(default)s)")
+    p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply, its thoughts included (default: %(default)s)")
+    p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply; the user and later turns don't see it")
     p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
@@ -241,11 +265,12 @@ def main(argv=None):
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto = cuda, then mps, then cpu (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     args, given = p.parse(argv[1:])
-    config = Path(args.model) / "config.json"
+    config, args.init = Path(args.model) / "config.json", None
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
         saved = json.loads(config.read_text(encoding="utf-8"))
-        for name in {"dynamics", "max_turns", "max_new_tokens", "max_tokens", "temperature"} & saved.keys() - given:
+        for name in {"dynamics", "think", "max_turns", "max_new_tokens", "max_tokens", "temperature"} & saved.keys() - given:
             setattr(args, name, saved[name])
+        args.init = saved.get("init")                      # what lm:self is: the policy as it was before RL
     return run(args)
 
 

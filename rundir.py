@@ -111,7 +111,7 @@ class RunDir:
         return run, config
 
     @classmethod
-    def from_flags(cls, parser, argv, free=("steps", "threads")):
+    def from_flags(cls, parser, argv, free=("steps", "threads", "server_calls", "server_parallel")):
         """The command line of a training script; with --resume the run's own flags, of which only `free` may be given anew.
         -> args, names given, RunDir or None (a new run)."""
         args, given = parser.parse(argv)

@@ -19,11 +19,14 @@ import torch
 from tqdm import tqdm
 
 import evaluate
+from appraisal import INTENTS
+from backend import BudgetSpent, add_user_flags, check_user, make_users
+from curriculum import Curriculum, add_curriculum_flags, read_settings
 from model import token_logprobs
-from rollout import Chat, check_budget, collate, marked, micro_batches, rollout, transcript
+from rollout import Chat, check_budget, marked, rollout, training_batches, transcript
 from rubric import REWARDS, score
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
-from simulator import ScriptedUsers, load_scenarios
+from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
@@ -37,7 +40,7 @@ PRESETS = {   # every flag on the command line overrides its preset
 p = Flags(description=__doc__, epilog="flags marked *, by preset:\n" + "\n".join(f"  {name}: {' '.join(f'{k}={v}' for k, v in values.items())}" for name, values in PRESETS.items()))
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
 p.add_argument("--run", default="runs/grpo", help="folder of this run; must not exist (default: %(default)s)")
-p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
+p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps, --threads, --server_calls and --server_parallel may be given beside it")
 p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
 p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
 # ---- model
@@ -50,10 +53,13 @@ p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help=
 # ---- rollout
 p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
 p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
+add_user_flags(p)
+add_curriculum_flags(p)
 p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
 p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; the advantage compares them")
 p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
-p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply")
+p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply, its thoughts included")
+p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply: nobody hears it, each turn is a training row of its own, a missing block gives reward 0")
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
@@ -144,10 +150,8 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         use = [i for i in use if episodes[i].finish != "user_failed"]
         if not use:
             continue
-        rows = [episodes[i].rows[0] for i in use]
-        for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
-            ids, source, target, old, at = collate([episodes[i].rows[0] for i in index], device)      # (B, T), then (N,) each
-            advantage = torch.tensor([advantages[index[b]][t] for b, t in at], device=device)         # (N,)
+        for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
+            advantage = torch.tensor([advantages[i][t] for i, t in zip(episode, turn)], device=device)                # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
@@ -189,6 +193,8 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
+    check_user(args, train + dev + heldout)
+    settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
     if args.groups % args.minibatches:
@@ -213,56 +219,76 @@ def main(argv=None):
     model.train_only_upper(args.train_layers)
     if args.lora:
         model.add_lora(args.lora, args.seed)
-    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    users = make_users(args, (model, chat), dtype, device)      # before a checkpoint is loaded: lm:self is the policy before RL
     check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
     run = run or RunDir.create(args.run, config)
     run.configure(config)
     reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    start, best = 0, -1.0
+    controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
+    start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        start, best = state["step"], state["best"]
+        controller.load_state_dict(state["curriculum"])
+        start, best, pending = state["step"], state["best"], json.loads(state["pending"])
         del state
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
     print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
-    print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
+    print(f"the reward is {users.note}; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
     # ------------------------------------------------------------------------------------------ evaluation
-    def evaluate_dev(step, best):
-        """Score on the dev split; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only."""
-        found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
-        if found["emotion"] > best:
-            best = found["emotion"]
-            save(model, tokenizer, run.path / "best", base=str(init))
-        return found, best
+    def checkpoint(step, pending=None):
+        """pending: the record of this step, where its dev score is still to come."""
+        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "step": step, "best": best, "pending": json.dumps(pending)})
 
-    def checkpoint(step):
-        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best})
+    def score_dev(record):
+        """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
+        Where the user can't go on, saves first, then ends the program."""
+        nonlocal best
+        try:
+            found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk))
+        except BudgetSpent as e:
+            checkpoint(record["step"], record)
+            die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+        if found["n"] == 0:
+            checkpoint(record["step"], record)
+            die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
+        record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
+        if found["outcome"] > best:
+            best = found["outcome"]
+            save(model, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
-        if start == 0:
-            found, best = evaluate_dev(0, best)
-            run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
-            print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
+        if pending is not None:                            # the score before RL, or one that a budget's end left out
+            score_dev(pending)
+            run.log(pending)
+            print(f"step {pending['step']:3d}  dev {pending['dev_emotion']:.1f}{'  (before RL)' * (pending['step'] == 0)}", flush=True)
         for step in range(start, args.steps):
             clock = [time.time()]
             # uniform over scenarios: one seeded shuffle after another, G at a time
             stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
             at = step * args.groups % len(train)
-            jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
+            chosen = [train[i] for i in np.concatenate(stream)[at:at + args.groups]]
+            intents = [INTENTS.index(s.intent) for s in chosen]
+            states = controller.sample(intents, np.random.default_rng([args.seed, step, 1]))
+            jobs = [(s, STATES[z] if args.curriculum != "no-states" else None) for s, z in zip(chosen, states)]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
             with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
-                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+                try:
+                    episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+                except BudgetSpent as e:
+                    checkpoint(step)
+                    die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
             clock.append(time.time())
             if all(e.finish == "user_failed" for e in episodes):
                 checkpoint(step)
-                die(f"every simulated user failed in step {step + 1}; mend the user, then go on with --resume {run.path}")
+                die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
             rewards = score(episodes, args.reward)
             if args.credit == "turn":
@@ -276,19 +302,22 @@ def main(argv=None):
             if metrics["canary"] > limit:
                 print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
+            # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
+            outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
                       "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
-                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
+            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
+            if found["malformed"] == 100:
+                print("warning: no reply had its think block, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
             if (step + 1) % args.eval_every == 0:
-                found, best = evaluate_dev(step + 1, best)
-                record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
+                score_dev(record)
             clock.append(time.time())
             seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
             tokens = sum(len(r.ids) for e in episodes for r in e.rows)
             run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
-            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {marked(e.rows[0], tokenizer)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
             dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
             print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
                   f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
@@ -304,7 +333,10 @@ def main(argv=None):
         folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
         if init == source:
             del folders["cold start"]
-        results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, **talk)
+        try:
+            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, states=args.curriculum != "no-states", **talk)
+        except BudgetSpent as e:
+            die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 

@@ -21,11 +21,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import evaluate
+from appraisal import INTENTS
+from backend import BudgetSpent, add_user_flags, check_user, make_users
+from curriculum import Curriculum, add_curriculum_flags, read_settings
 from model import Critic, token_logprobs
-from rollout import AFTER, Chat, Row, check_budget, collate, marked, micro_batches, rollout, transcript
+from rollout import AFTER, Chat, check_budget, critic_rows, marked, rollout, training_batches, transcript
 from rubric import REWARDS, score
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
-from simulator import ScriptedUsers, load_scenarios
+from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
@@ -39,7 +42,7 @@ PRESETS = {   # every flag on the command line overrides its preset
 p = Flags(description=__doc__, epilog="flags marked *, by preset:\n" + "\n".join(f"  {name}: {' '.join(f'{k}={v}' for k, v in values.items())}" for name, values in PRESETS.items()))
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
 p.add_argument("--run", default="runs/ppo", help="folder of this run; must not exist (default: %(default)s)")
-p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps and --threads may be given beside it")
+p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps, --threads, --server_calls and --server_parallel may be given beside it")
 p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
 p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
 # ---- model
@@ -52,10 +55,13 @@ p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help=
 # ---- rollout
 p.add_argument("--scenarios", default="data/scenarios.jsonl", help="scenario file; its train, dev and heldout splits are used (default: %(default)s)")
 p.add_argument("--dynamics", default="sage", choices=["sage", "rlver"], help="sage: emotion starts at 40, fails below 10; rlver: starts at 30, fails at 0 (default: %(default)s)")
+add_user_flags(p)
+add_curriculum_flags(p)
 p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
 p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; 1 is enough: the critic is the baseline")
 p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
-p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply")
+p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply, its thoughts included")
+p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply: nobody hears it, each turn is a training row of its own, a missing block gives reward 0")
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
@@ -93,23 +99,9 @@ p.add_argument("--final_repeats", type=nonnegative(int), default=2, help="dialog
 
 
 # ---------------------------------------------------------------------------------------------- advantages
-def unsaid(chat, scenario, state):
-    """What --critic_sees need puts before the dialogue: the critic may know what the policy isn't told, since the user is simulated."""
-    return chat.turn("system", f"What this person needs, unsaid: {scenario.hidden_need} ({scenario.intent}){f' State: {state}' if state else ''}") + chat.newline
-
-
-def critic_row(chat, episode, sees, beyond=False):
-    """The dialogue as the critic reads it. beyond: where a budget cut it, the user's last line too, and one policy token that never was:
-    its value is that of the state in which the policy would have gone on."""
-    row, real = Row(), episode.rows[0]
-    if sees == "need":
-        row.environment(unsaid(chat, episode.scenario, episode.state))
-    for name in ("ids", "mask", "logp", "turn"):
-        getattr(row, name).extend(getattr(real, name))
-    if beyond and episode.truncated:
-        row.environment(episode.after)
-        row.policy([chat.eot], [0.0], len(episode.turns))
-    return row
+def told(args, chat, e):
+    """What the critic reads before the dialogue, ids: with --critic_sees need what the policy isn't told; it may, since the user is simulated."""
+    return [] if args.critic_sees == "dialogue" else chat.turn("system", f"What this person needs, unsaid: {e.scenario.hidden_need} ({e.scenario.intent}){f' State: {e.state}' if e.state else ''}") + chat.newline
 
 
 def gae(rewards, values, mask, beyond, gamma, lam):
@@ -145,30 +137,26 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     """
     device = model.model.embed_tokens.weight.device
     use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
-    rows = {i: critic_row(chat, episodes[i], args.critic_sees, beyond=True) for i in use}
-    turns = {i: [t for t in rows[i].turn if t >= 0] for i in use}
+    turns = {i: [t for row in episodes[i].rows for t in row.turn if t >= 0] + [len(episodes[i].turns)] * episodes[i].truncated for i in use}
     E, P = len(episodes), max(map(len, turns.values()), default=1)
     value, known, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
-    for i, e in zip(use, (episodes[i] for i in use)):
-        emotions = torch.tensor([e.start_emotion] + [u.emotion for u in e.turns])
-        turn[i, :len(turns[i])] = torch.tensor(turns[i])
-        known[i, :len(turns[i])] = emotions[turns[i]] / 100
+    for i, mine in turns.items():
+        e, n = episodes[i], len(mine)
+        turn[i, :n], known[i, :n] = torch.tensor(mine), torch.tensor([e.start_emotion] + [u.emotion for u in e.turns])[mine] / 100
         if critic.own is None:
-            value[i, :len(turns[i])] = critic(torch.cat(e.states)[:len(turns[i])], known[i, :len(turns[i])].to(device)).cpu()
-    for index in ([use[j] for j in part] for part in micro_batches([rows[i] for i in use], args.tokens_per_microbatch)):
-        row, place = map(list, zip(*[(i, j) for i in index for j in range(len(turns[i]))]))
-        if critic.own is not None:
-            ids, source, _, _, _ = collate([rows[i] for i in index], device)                          # (B, T), then (N,)
-            value[row, place] = critic(critic.own(ids).flatten(0, 1)[source], known[row, place].to(device)).cpu()
-        if reference is not None:
-            ids, source, target, old, _ = collate([episodes[i].rows[0] for i in index], device)
+            value[i, :n] = critic(torch.cat(e.states)[:n], known[i, :n].to(device)).cpu()
+    if critic.own is not None:
+        for ids, source, _, _, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e), beyond=True)):
+            value[episode, place] = critic(critic.own(ids).flatten(0, 1)[source], known[episode, place].to(device)).cpu()     # (B, T), then (N,)
+    if reference is not None:
+        for ids, source, target, old, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device):
             with reference.without_adapters():
                 logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, chat.banned.to(device), args.temperature)
-            row, place = map(list, zip(*[(i, j) for i in index for j in range(sum(episodes[i].rows[0].mask))]))
-            penalty[row, place] = args.kl * (old - logp_reference).cpu()
+            penalty[episode, place] = args.kl * (old - logp_reference).cpu()
     mask, all_rows, places = turn >= 0, torch.arange(E), torch.arange(P)
     cut, last = torch.tensor([e.truncated for e in episodes]), (mask.sum(1) - 1).clamp(min=0)
-    beyond = torch.where(cut, (value.clamp(0, 1) - known)[all_rows, last], 0.0)                       # (E,); nobody can hope for more than 100
+    hope = cut & ~torch.tensor([any(e.malformed) for e in episodes])                                  # a dialogue that is worth 0 hopes for nothing
+    beyond = torch.where(hope, (value.clamp(0, 1) - known)[all_rows, last], 0.0)                       # (E,); nobody can hope for more than 100
     mask[all_rows[cut], last[cut]] = False                 # the policy token that never was
     decide = mask if args.gae == "token" else mask & (turn != F.pad(turn, (1, 0), value=-1)[:, :-1])
     start = torch.where(decide, places, 0).cummax(1).values                                           # (E, P): the place that decides for this token
@@ -199,29 +187,41 @@ def policy_loss(logp, old, advantage, clip_low, clip_high, dual_clip):
     return -surrogate, ratio
 
 
-def value_loss(args, critic, chat, episodes, b, index, hidden):
-    """Half the squared error of these episodes' values at the M places that decide, (M,). With --value_clip the value held within that of its old self
-    is scored too, and the larger error counts. hidden (N, D): the policy's, at its N policy tokens; a separate critic reads for itself."""
-    device = critic.head.weight.device
-    if critic.own is not None:
-        ids, source, _, _, _ = collate([critic_row(chat, episodes[i], args.critic_sees) for i in index], device)
-        hidden = critic.own(ids).flatten(0, 1)[source]                                                # (N, D)
-    decide = b["decide"][index]                                                                       # (B, P)
-    old, target, known = (b[name][index][decide].to(device) for name in ("value", "target", "known"))                 # (M,)
-    value = critic(hidden[decide[b["mask"][index]].to(device)], known)                                # (M,)
+def value_loss(args, critic, b, episode, place, hidden):
+    """Half the squared error of the values at those of N policy tokens that decide, (M,). episode, place: where the N stand in b's tensors; hidden (N, D):
+    the trunk's states before them. With --value_clip the value held within that of its old self is scored too, and the larger error counts."""
+    device, decide = critic.head.weight.device, b["decide"][episode, place].nonzero()[:, 0]
+    old, target, known = (b[name][episode, place][decide].to(device) for name in ("value", "target", "known"))        # (M,)
+    value = critic(hidden[decide.to(device)], known)                                                  # (M,)
     error = (value - target).square()
     if args.value_clip > 0:
         error = torch.maximum(error, (old + (value - old).clamp(-args.value_clip, args.value_clip) - target).square())
     return 0.5 * error
 
 
+def critic_backward(args, critic, chat, episodes, b, use, deciding, device):
+    """Gradients of a separate critic's value loss on episodes `use`. -> its sum, without gradient."""
+    total = torch.zeros((), device=device)
+    for ids, source, _, _, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e))):
+        error = value_loss(args, critic, b, episode, place, critic.own(ids).flatten(0, 1)[source]).sum()
+        (args.value_coef * error / deciding).backward()
+        total += error.detach()
+    return total
+
+
 def warm_up(args, model, critic, optimizer, chat, episodes, b):
     """`critic_warmup` optimiser steps of the critic alone, the policy frozen, on the mini-batches of this batch in turn."""
+    device = critic.head.weight.device
     for minibatch in range(args.critic_warmup):
         use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches and e.finish != "user_failed"]
-        for index in ([use[j] for j in part] for part in micro_batches([episodes[i].rows[0] for i in use], args.tokens_per_microbatch)):
-            hidden = torch.cat([s for i in index for s in episodes[i].states[:len(episodes[i].turns)]]) if critic.own is None else None      # the policy's trunk doesn't move
-            (args.value_coef * value_loss(args, critic, chat, episodes, b, index, hidden).sum() / b["decide"][use].sum()).backward()      # as in update: Adam remembers the scale
+        if not use:
+            continue
+        if critic.own is None:                             # the policy's trunk doesn't move: its states are those of the rollout
+            episode, place = b["mask"].nonzero()[torch.isin(b["mask"].nonzero()[:, 0], torch.tensor(use))].T.tolist()
+            hidden = torch.cat([s for i in use for s in episodes[i].states[:len(episodes[i].turns)]])
+            (args.value_coef * value_loss(args, critic, b, episode, place, hidden).mean()).backward()     # as in update: Adam remembers the scale
+        else:
+            critic_backward(args, critic, chat, episodes, b, use, int(b["decide"][use].sum()), device)
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -244,11 +244,9 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         use = [i for i in use if episodes[i].finish != "user_failed"]
         if not use:
             continue
-        before, deciding = sums["kl"].clone(), max(1, int(b["decide"][use].sum()))
-        rows = [episodes[i].rows[0] for i in use]
-        for index in ([use[j] for j in part] for part in micro_batches(rows, args.tokens_per_microbatch)):
-            ids, source, target, old, _ = collate([episodes[i].rows[0] for i in index], device)       # (B, T), then (N,) each
-            advantage = b["advantage"][index][b["mask"][index]].to(device)                            # (N,)
+        before, deciding = sums["kl"].clone(), int(b["decide"][use].sum())
+        for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
+            advantage = b["advantage"][episode, place].to(device)                                                     # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
@@ -262,20 +260,21 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
             if args.entropy > 0:
                 loss = loss - args.entropy * entropy
             loss = loss.sum() / denominator
-            if critic.own is not None:
-                loss.backward()                            # frees the policy's graph before the critic's own is built
-                loss = 0.0
-            error = value_loss(args, critic, chat, episodes, b, index, hidden)                        # (M,)
-            (loss + args.value_coef * error.sum() / deciding).backward()
+            if critic.own is None:
+                error = value_loss(args, critic, b, episode, place, hidden).sum()
+                loss = loss + args.value_coef * error / deciding
+                sums["value_loss"] += error.detach()
+            loss.backward()
             with torch.no_grad():
                 first = float(minibatch == 0)              # before any step: sampler and trainer are the same weights
                 for k, v in (("tokens", torch.ones_like(old)), ("entropy", entropy), ("kl", (ratio - 1) - (logp - old)), ("ratio", ratio),
                              ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
                              ("first_tokens", torch.full_like(old, first)), ("ratio_first", first * ratio), ("canary", first * (logp - old).abs())):
                     sums[k] += v.sum()
-                sums["value_loss"] += error.sum()
+        if critic.own is not None:                         # after the policy's, so that the two graphs never stand side by side
+            sums["value_loss"] += critic_backward(args, critic, chat, episodes, b, use, deciding, device)
         decisions += deciding
-        if args.target_kl > 0 and (sums["kl"] - before).item() > args.target_kl * sum(sum(row.mask) for row in rows):
+        if args.target_kl > 0 and (sums["kl"] - before).item() > args.target_kl * int(b["mask"][use].sum()):
             optimizer.zero_grad(set_to_none=True)          # too far from the policy that sampled this batch: drop the rest of it
             break
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
@@ -287,7 +286,7 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         del sums["kl_reference"]                           # not measured is not 0
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
     first = {k: sums.pop(k) / first for k in ("ratio_first", "canary")}
-    value_error = sums.pop("value_loss") / decisions
+    value_error = sums.pop("value_loss") / max(decisions, 1)
     mean = lambda xs: torch.stack(xs).mean().item() if xs else 0.0
     return {**{k: v / n for k, v in sums.items()}, **first, "policy_tokens": int(n), "grad_norm": mean(norms), "critic_grad_norm": mean(critic_norms), "value_loss": value_error, "optimizer_steps": len(norms)}
 
@@ -305,6 +304,8 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
+    check_user(args, train + dev + heldout)
+    settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
     if args.groups % args.minibatches:
@@ -333,8 +334,9 @@ def main(argv=None):
     if args.lora:
         model.add_lora(args.lora, args.seed)
     critic = Critic(model, args.critic == "separate", args.value_bound)
-    chat, users = Chat(tokenizer, model.config.vocab), ScriptedUsers(dynamics=args.dynamics, max_turns=args.max_turns)
-    prefix = max(len(unsaid(chat, s, None)) for s in train + dev + heldout) if args.critic_sees == "need" else 0
+    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    users = make_users(args, (model, chat), dtype, device)      # before a checkpoint is loaded: lm:self is the policy before RL
+    prefix = max(len(chat.plain(s.hidden_need)) + 64 for s in train + dev + heldout) if args.critic_sees == "need" else 0
     if args.max_tokens + AFTER + prefix >= model.config.max_positions:
         die(f"--max_tokens {args.max_tokens}: the critic also reads a last line and {prefix} tokens of its own, {args.max_tokens + AFTER + prefix} in all; this model knows {model.config.max_positions} positions")
     check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
@@ -344,51 +346,70 @@ def main(argv=None):
     parameters = [q for q in model.parameters() if q.requires_grad]
     learners = [{"params": parameters, "lr": args.lr}, {"params": [q for q in critic.parameters() if q.requires_grad], "lr": args.critic_lr}]
     optimizer = torch.optim.AdamW(learners, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    start, best = 0, -1.0
+    controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
+    start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
         model.load_state_dict(state["model"])
         critic.load_state_dict(state["critic"])
         optimizer.load_state_dict(state["optimizer"])
-        start, best = state["step"], state["best"]
+        controller.load_state_dict(state["curriculum"])
+        start, best, pending = state["step"], state["best"], json.loads(state["pending"])
         del state
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
     print(f"critic: {args.critic}, {count(critic.parameters()):,} parameters of its own; {args.critic_warmup} optimiser steps of it alone on the first batch")
     print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
-    print(f"the reward is the rule score of a scripted user, not empathy; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
+    print(f"the reward is {users.note}; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
     # ------------------------------------------------------------------------------------------ evaluation
-    def evaluate_dev(step, best):
-        """Score on the dev split; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only."""
-        found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, **talk))
-        if found["emotion"] > best:
-            best = found["emotion"]
-            save(model, tokenizer, run.path / "best", base=str(init))
-        return found, best
+    def checkpoint(step, pending=None):
+        """pending: the record of this step, where its dev score is still to come."""
+        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "step": step, "best": best, "pending": json.dumps(pending)})
 
-    def checkpoint(step):
-        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best})
+    def score_dev(record):
+        """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
+        Where the user can't go on, saves first, then ends the program."""
+        nonlocal best
+        try:
+            found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk))
+        except BudgetSpent as e:
+            checkpoint(record["step"], record)
+            die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+        if found["n"] == 0:
+            checkpoint(record["step"], record)
+            die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
+        record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
+        if found["outcome"] > best:
+            best = found["outcome"]
+            save(model, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
-        if start == 0:
-            found, best = evaluate_dev(0, best)
-            run.log({"step": 0, "dev_emotion": found["emotion"], "dev_distinct_2": found["distinct_2"]})
-            print(f"step {0:3d}  dev {found['emotion']:.1f}  (before RL)", flush=True)
+        if pending is not None:                            # the score before RL, or one that a budget's end left out
+            score_dev(pending)
+            run.log(pending)
+            print(f"step {pending['step']:3d}  dev {pending['dev_emotion']:.1f}{'  (before RL)' * (pending['step'] == 0)}", flush=True)
         for step in range(start, args.steps):
             clock = [time.time()]
             # uniform over scenarios: one seeded shuffle after another, G at a time
             stream = [np.random.default_rng([args.seed, e]).permutation(len(train)) for e in range(step * args.groups // len(train), (step + 1) * args.groups // len(train) + 1)]
             at = step * args.groups % len(train)
-            jobs = [(train[i], None) for i in np.concatenate(stream)[at:at + args.groups]]
+            chosen = [train[i] for i in np.concatenate(stream)[at:at + args.groups]]
+            intents = [INTENTS.index(s.intent) for s in chosen]
+            states = controller.sample(intents, np.random.default_rng([args.seed, step, 1]))
+            jobs = [(s, STATES[z] if args.curriculum != "no-states" else None) for s, z in zip(chosen, states)]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
             with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
-                episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
+                try:
+                    episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
+                except BudgetSpent as e:
+                    checkpoint(step)
+                    die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
             clock.append(time.time())
             if all(e.finish == "user_failed" for e in episodes):
                 checkpoint(step)
-                die(f"every simulated user failed in step {step + 1}; mend the user, then go on with --resume {run.path}")
+                die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
             rewards = score(episodes, args.reward)
             judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, rewards, lam)
@@ -406,17 +427,20 @@ def main(argv=None):
             if metrics["canary"] > limit:
                 print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
+            # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
+            outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **metrics,
-                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "distinct_2", "parts", "intents")}}
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
+            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
+            if found["malformed"] == 100:
+                print("warning: no reply had its think block, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
             if (step + 1) % args.eval_every == 0:
-                found, best = evaluate_dev(step + 1, best)
-                record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"])
+                score_dev(record)
             clock.append(time.time())
             seconds = dict(zip(("rollout", "update", "evaluate"), np.diff(clock).round(2).tolist()))
             tokens = sum(len(r.ids) for e in episodes for r in e.rows)
             run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
-            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {marked(e.rows[0], tokenizer)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
             dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
             print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  critic explains {record['explained_variance']:.2f}  "
                   f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
@@ -432,7 +456,10 @@ def main(argv=None):
         folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
         if init == source:
             del folders["cold start"]
-        results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, **talk)
+        try:
+            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, states=args.curriculum != "no-states", **talk)
+        except BudgetSpent as e:
+            die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 

@@ -15,7 +15,9 @@ import evaluate
 from conftest import ROOT
 from evaluate import clustered_ci, half_up, play, spread, summary
 from rollout import Episode, Row
-from simulator import INTENTS, ScriptedUser, ScriptedUsers, UserTurn, load_scenarios
+from appraisal import INTENTS
+from scenarios import load_scenarios
+from simulator import ScriptedUser, ScriptedUsers, UserTurn
 from weights import load
 
 FILE = str(ROOT / "data" / "scenarios.jsonl")
@@ -85,11 +87,11 @@ def test_summary_by_hand():
     assert s["parts"] == {"listening": 3 / 5}
     assert s["low"] == 9 and s["high"] == 75                 # two scenarios: the resampled means lie between the two of them
     json.dumps(s)
-    assert "53.0" in evaluate.table(s) and "1 left out" in evaluate.table(s)
+    assert all(piece in evaluate.table(s, "what it is") for piece in ("53.0", "1 left out", "what it is"))
     empty = summary([broken])
     assert empty["n"] == 0 and empty["failed"] == 1 and empty["emotion"] is None
     json.dumps(empty)
-    evaluate.table(empty)
+    evaluate.table(empty, "what it is")
 
 
 def test_bounds_of_success_and_failure():
@@ -147,14 +149,19 @@ def test_run_end_to_end(tiny_folder, tmp_path, capsys):
     result = json.loads(text.splitlines()[-1])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == result["n"] == 6 and result["scenarios"] == 3
-    assert result["emotion"] == sum(r["emotion"] for r in rows) / 6 and result["low"] <= result["emotion"] <= result["high"]
-    assert [r["repeat"] for r in rows] == [0, 1] * 3 and [r["scenario"] for r in rows[::2]] == [s.id for s in spread(HELDOUT, 3)]
-    assert set(rows[0]) == {"scenario", "intent", "split", "repeat", "opening", "start_emotion", "emotion", "finish", "turns"}
-    assert all(set(t) == {"reply", "cut", "emotion", "change", "parts", "thought", "user"} for r in rows for t in r["turns"])
+    assert result["emotion"] == sum(r["emo_point"] for r in rows) / 6 and result["low"] <= result["emotion"] <= result["high"]
+    assert [r["repeat"] for r in rows] == [0, 1] * 3 and [r["id"] for r in rows[::2]] == [s.id for s in spread(HELDOUT, 3)]
+    theirs = json.loads((ROOT / "tests" / "data" / "sage_row.json").read_text())        # the fields of the released result files
+    assert set(theirs) <= set(rows[0]) and set(theirs["history"][0]) <= set(rows[0]["history"][0]) and set(theirs["history"][2]["planning"]) == set(rows[0]["history"][2]["planning"])
     for r in rows:                                           # a row can be replayed: the same replies move a user the same way
-        user = ScriptedUser(next(s for s in HELDOUT if s.id == r["scenario"]), max_turns=2)
-        assert [user.respond(t["reply"], t["cut"]).emotion for t in r["turns"]] == [t["emotion"] for t in r["turns"]]
-    for piece in ("3 scenarios x 2 repeats = 6", "rule score of the scripted user, not empathy", "---- best", "---- median", "---- worst", "95 % CI", "by scenario"):
+        user = ScriptedUser(next(s for s in HELDOUT if s.id == r["id"]), max_turns=2)
+        replies, lines = r["history"][1::2], r["history"][2::2]
+        assert [x["role"] for x in r["history"]] == ["user", "assistant"] * len(replies) + ["user"] and r["emo_point"] == lines[-1]["emotion-point"]
+        for reply, line in zip(replies, lines):
+            turn = user.respond(reply["content"], reply["cut"])
+            assert (turn.emotion, turn.change, turn.text) == (line["emotion-point"], line["planning"]["change"], line["content"])
+        assert r["emo_state"][-1] == ("S" if r["emo_point"] >= 100 else "A" if r["emo_point"] >= 70 else "B" if r["emo_point"] >= 40 else "C" if r["emo_point"] >= 10 else "F")
+    for piece in ("3 scenarios x 2 repeats = 6", "rule score of a scripted user, not empathy", "---- best", "---- median", "---- worst", "95 % CI", "by scenario"):
         assert piece in text
     with pytest.raises(SystemExit) as e:
         evaluate.main(["run", "--model", tiny_folder, *RUN, "--out", str(out)])

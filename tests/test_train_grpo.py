@@ -17,7 +17,8 @@ import train_grpo
 from conftest import ROOT, hf_model, ours
 from rollout import rollout
 from rubric import Reward, score
-from simulator import ScriptedUsers, load_scenarios
+from scenarios import load_scenarios
+from simulator import ScriptedUsers
 from train_grpo import policy_loss, trajectory_advantages, turn_advantages, update
 
 SCENARIOS = str(ROOT / "data" / "scenarios.jsonl")

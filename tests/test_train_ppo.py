@@ -12,11 +12,12 @@ import train_grpo
 import train_ppo
 from conftest import ROOT, hf_model, ours
 from model import Critic
-from rollout import Chat, rollout
+from rollout import Chat, critic_rows, rollout
 from rubric import score
-from simulator import ScriptedUsers, UserTurn, load_scenarios
+from scenarios import load_scenarios
+from simulator import ScriptedUsers, UserTurn
 from test_train_grpo import SCENARIOS, TINY, metrics
-from train_ppo import advantages, critic_row, gae, update, value_loss, warm_up
+from train_ppo import advantages, gae, told, update, value_loss, warm_up
 from weights import load, save
 
 ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1, epochs=1,
@@ -87,13 +88,13 @@ def test_pitfall_20_truncated_and_finished_differ_by_the_bootstrap(batch):
     model, chat, episodes, critic = batch
     args = settings(gamma=0.9, lam=0.8)
     for e in episodes:
-        assert e.finish == "max_turns" and e.truncated and e.after[-len(chat.reply):] == chat.reply and e.turns[-1].text in chat.tokenizer.decode(e.after)
+        assert e.finish == "max_turns" and e.truncated and e.beyond[-len(chat.reply):] == chat.reply and e.turns[-1].text in chat.tokenizer.decode(e.beyond) and e.beyond[:len(e.rows[0].ids)] == e.rows[0].ids
     cut = judge(args, model, critic, chat, episodes)
     ended = judge(args, model, critic, chat, [replace(e, finish="goodbye") for e in episodes])
     assert torch.allclose(cut["value"][cut["mask"]], ended["value"][ended["mask"]], atol=1e-5) and torch.equal(cut["mask"][:, :ended["mask"].shape[1]], ended["mask"])
     for i, e in enumerate(episodes):
         n = int(cut["mask"][i].sum())
-        hidden = model(torch.tensor([e.rows[0].ids + e.after]))[0, -1:]           # the state in which the policy would speak next
+        hidden = model(torch.tensor([e.beyond]))[0, -1:]           # the state in which the policy would speak next
         beyond = (critic(hidden, torch.tensor([e.emotion / 100])).clamp(0, 1) - e.emotion / 100).item()
         want = torch.tensor([0.9 * (0.9 * 0.8) ** (n - 1 - t) * beyond for t in range(n)])
         assert abs(beyond) > 1e-3 and torch.allclose(cut["target"][i, :n] - ended["target"][i, :n], want, atol=1e-5)
@@ -114,7 +115,7 @@ def test_advantages_of_dialogues_by_brute_force(batch, kind):
     for i, e in enumerate(episodes):
         row = e.rows[0]
         emotions = [e.start_emotion] + [t.emotion for t in e.turns]
-        hidden = model(torch.tensor([row.ids + e.after]))[0]
+        hidden = model(torch.tensor([e.beyond or row.ids]))[0]
         at = [j for j, m in enumerate(row.mask) if m]
         V = critic(hidden[[j - 1 for j in at]], torch.tensor([emotions[row.turn[j]] / 100 for j in at]))
         beyond = critic(hidden[-1:], torch.tensor([e.emotion / 100])).clamp(0, 1) - e.emotion / 100 if e.truncated else torch.zeros(1)
@@ -140,7 +141,7 @@ def test_paying_at_the_end_is_paying_as_it_comes(batch):
     change, reward = b["value"] - b["known"], torch.zeros_like(b["value"])
     beyond = torch.zeros(len(episodes))
     for i, e in enumerate(episodes):
-        ids = torch.tensor([e.rows[0].ids + e.after])
+        ids = torch.tensor([e.beyond])
         beyond[i] = critic(model(ids)[0, -1:], torch.tensor([e.emotion / 100])).clamp(0, 1)[0] - e.emotion / 100
         turns = [t for t in e.rows[0].turn if t >= 0]
         for t, u in enumerate(e.turns):
@@ -182,10 +183,10 @@ def test_a_real_cut_by_max_tokens(tiny_chat):
     jobs = [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:2]]
     room = max(len(chat.opening(s.opening)) for s, _ in jobs) + 6
     episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, room, 0.9, torch.Generator().manual_seed(0), keep_states=True)
-    assert all(e.finish == "max_tokens" and e.truncated and e.after and len(e.replies) == 1 for e in episodes)
+    assert all(e.finish == "max_tokens" and e.truncated and e.beyond and len(e.replies) == 1 for e in episodes)
     assert all(len(e.states) == 2 and len(torch.cat(e.states)) == sum(e.rows[0].mask) + 1 for e in episodes)
-    row = critic_row(chat, episodes[0], "dialogue", beyond=True)
-    assert row.ids == episodes[0].rows[0].ids + episodes[0].after + [chat.eot] and row.turn[-1] == 1 and sum(row.mask) == sum(episodes[0].rows[0].mask) + 1
+    [row] = critic_rows(chat, episodes[0], beyond=True)
+    assert row.ids == episodes[0].beyond + [chat.eot] and row.turn[-1] == 1 and sum(row.mask) == sum(episodes[0].rows[0].mask) + 1
 
 
 def test_a_failed_user_leaves_everything(batch):
@@ -204,7 +205,7 @@ def test_the_states_that_sampling_kept_are_the_trainers(batch):
     users = ScriptedUsers(max_turns=3)
     for e in rollout(model, chat, users, [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:3]], 3, 4, 7, 1024, 0.9, torch.Generator().manual_seed(1), keep_states=True):
         row = e.rows[0]
-        hidden = model(torch.tensor([row.ids + e.after]))[0]
+        hidden = model(torch.tensor([e.beyond or row.ids]))[0]
         want = [hidden[[j - 1 for j, t in enumerate(row.turn) if t == k]] for k in range(len(e.turns))] + [hidden[-1:]] * e.truncated
         assert len(want) == len(e.states) and all(torch.allclose(a, b, atol=1e-4) for a, b in zip(e.states, want))
 
@@ -232,7 +233,7 @@ def test_value_clip_scores_the_larger_error(batch):
     hidden = torch.cat([model(torch.tensor([e.rows[0].ids]))[0][[i - 1 for i, m in enumerate(e.rows[0].mask) if m]] for e in episodes])
     value = b["value"][b["mask"]]
     for clip in (0.0, 0.05):
-        got = value_loss(settings(value_clip=clip), critic, chat, episodes, {**b, "value": old, "target": target}, list(range(6)), hidden)
+        got = value_loss(settings(value_clip=clip), critic, {**b, "value": old, "target": target}, *b["mask"].nonzero().T.tolist(), hidden)
         held = value.clamp(0.4 - clip, 0.4 + clip) if clip else value
         assert torch.allclose(got, 0.5 * torch.maximum((value - 0.5).abs(), (held - 0.5).abs()) ** 2, atol=1e-5)
     assert ((value > 0.45) & (value < 0.55)).any() and (value < 0.35).any()      # places where the clipped error is the larger one, and where it isn't
@@ -244,7 +245,7 @@ def test_what_the_policy_is_not_told(batch):
     critic = Critic(model, separate=True)
     torch.nn.init.normal_(critic.head.weight, std=0.05, generator=torch.Generator().manual_seed(3))
     args, rows = settings(critic_sees="need"), [list(e.rows[0].ids) for e in episodes]
-    row = critic_row(chat, episodes[0], "need")
+    [row] = critic_rows(chat, episodes[0], told(args, chat, episodes[0]))
     shift = len(row.ids) - len(rows[0])
     assert episodes[0].scenario.hidden_need in chat.tokenizer.decode(row.ids[:shift]) and row.ids[shift:] == rows[0] and row.mask == [0] * shift + episodes[0].rows[0].mask
     one = judge(args, model, critic, chat, episodes)
@@ -417,6 +418,9 @@ def test_entropy_bonus_and_target_kl(batch):
 class OneArm:
     """A user who is delighted by a reply that begins with "a", and by no other."""
     opening, emotion = "hi", 40
+
+    def prepare(self, jobs):
+        pass
 
     def start(self, scenario, state=None):
         return OneArm()
@@ -609,7 +613,7 @@ def test_a_step_whose_users_all_failed_is_saved_and_said(script, tiny_folder, tm
             for u, t in zip(users, turns):
                 t.failed = u.scenario.split == "train"
             return turns
-    monkeypatch.setattr(script, "ScriptedUsers", Broken)
+    monkeypatch.setattr("backend.ScriptedUsers", Broken)
     with pytest.raises(SystemExit) as e:
         script.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY])
     assert e.value.code == 2 and "every simulated user failed" in capsys.readouterr().err and (tmp_path / "run" / "checkpoint" / "state.pt").exists()
