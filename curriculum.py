@@ -293,12 +293,12 @@ def main(argv=None):
         print(f"  {'arm':16} {'mixed groups':>24} {'pass rate at the end':>24} {'effective pool':>24}")
         for arm in SIMULATED:
             print(f"  {arm:16} " + " ".join(f"{r[0]:10.3f} {f'{r[1]:.3f} .. {r[2]:.3f}':>14}" for r in results[spread, arm].values()))
-    nearest = min(args.spread, key=lambda x: abs(x - 1))
-    line = {arm: results[nearest, arm] for arm in SIMULATED}
     if args.record:
-        record_result(args.record, {"spread": nearest, "seeds": args.seeds, "steps": args.steps, "drift": args.drift, **line})
+        for spread in args.spread:
+            record_result(args.record, {"spread": spread, "seeds": args.seeds, "steps": args.steps, "drift": args.drift, **{arm: results[spread, arm] for arm in SIMULATED}})
     if args.json:
-        print(json.dumps(line))
+        nearest = min(args.spread, key=lambda x: abs(x - 1))
+        print(json.dumps({arm: results[nearest, arm] for arm in SIMULATED}))
     return 0
 
 
