@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sqlite3
 import threading
 import time
@@ -22,14 +23,15 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
+from urllib.parse import urlsplit
 
 import torch
 
 from model import Cache, append, sample
 from rollout import Chat
-from rundir import die, nonnegative, positive, write_atomically
+from rundir import die, nonnegative, positive, read_json, write_atomically
 from simulator import KINDS, LanguageUsers, ScriptedUsers
-from weights import cache_folder, load
+from weights import cache_folder, load, resolve
 
 
 # ---------------------------------------------------------------------------------------------- a model of our own engine
@@ -46,7 +48,9 @@ class LocalModel:
         """A cache with these prompts in it, room for `room` more tokens, and the hidden state (B, D) of each prompt's last token."""
         texts = [p[0]["content"] for p in prompts]
         if missing := [text for text in dict.fromkeys(texts) if text not in self.prefixes]:
-            heads = [self.chat.turn("system", text) + self.chat.newline for text in missing]
+            heads, most = [self.chat.turn("system", text) + self.chat.newline for text in missing], self.model.config.max_positions // 2
+            end = [self.chat.eot] + self.chat.newline
+            heads = [h if len(h) <= most else h[:most - len(end)] + end for h in heads]                # a scenario longer than half the model's memory loses its end
             cache = Cache(self.model, len(heads), max(map(len, heads)))
             append(self.model, cache, heads)
             for b, (text, head) in enumerate(zip(missing, heads)):
@@ -61,8 +65,8 @@ class LocalModel:
         limit = self.model.config.max_positions - room - 1
         cache = Cache(self.model, len(prompts), max(k.shape[2] for k, _ in heads))
         for b, (k, v) in enumerate(heads):
-            n = min(k.shape[2], limit // 2)                # a scenario longer than the model's memory loses its end
-            cache.k[:, b, :, :n], cache.v[:, b, :, :n], cache.n[b] = k[:, :, :n], v[:, :, :n], n
+            n = k.shape[2]
+            cache.k[:, b, :, :n], cache.v[:, b, :, :n], cache.n[b] = k, v, n
             tails[b] = tails[b][-(limit - n):]             # a chat longer than it loses its beginning
         return cache, append(self.model, cache, tails)
 
@@ -109,11 +113,7 @@ class Server:
     comes from the environment variable key_env and is written nowhere. BudgetSpent after `budget` calls, tries counted (0: no limit).
     """
     def __init__(self, url, model, parallel=16, key_env="", budget=0, timeout=60.0, tries=4, pause=1.0, seed=0, keep=True):
-        from huggingface_hub import InferenceClient, constants
-        if key_env and not os.environ.get(key_env):
-            die(f"--server_key_env {key_env}: this environment variable is not set")
-        if constants.HF_HUB_OFFLINE:
-            die("HF_HUB_OFFLINE is set: it also forbids calls to a served user, on this machine too; unset it")
+        from huggingface_hub import InferenceClient
         # without a key of its own the client would send the hub token of this machine to a stranger; a key with a space at its end would be quoted in an error
         self.key = os.environ.get(key_env, "").strip() or "none"
         self.client = InferenceClient(base_url=url, api_key=self.key, timeout=timeout)
@@ -121,9 +121,12 @@ class Server:
         self.pool, self.lock, self.calls, self.failures = ThreadPoolExecutor(parallel), threading.Lock(), 0, 0
         self.file, self.trouble = None, ""
         if keep:
-            cache_folder().mkdir(parents=True, exist_ok=True)
-            self.file = sqlite3.connect(cache_folder() / "served.sqlite", check_same_thread=False, timeout=60)
-            self.file.execute("create table if not exists answers (question text primary key, answer text)")
+            path = cache_folder() / "served.sqlite"
+            try:
+                self.file = sqlite3.connect(path, check_same_thread=False, timeout=60)
+                self.file.execute("create table if not exists answers (question text primary key, answer text)")
+            except sqlite3.Error as e:
+                die(f"{path}: not a file of kept answers ({e}); remove it")
 
     def ask(self, messages, read, **how):
         """read(response) of one call, from the file where it was asked before; None after the last failed try.
@@ -202,6 +205,21 @@ def check_user(args, scenarios):
     kind, _, rest = args.user.partition(":")
     if args.user != "scripted" and (kind not in ("lm", "server") or not rest or kind == "server" and not all(rest.partition("#"))):
         die(f"--user {args.user}: use scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
+    if kind == "lm" and rest != "self":
+        resolve(rest, "--user lm:")
+    if kind == "server":
+        from huggingface_hub import constants
+        url = urlsplit(rest.partition("#")[0])
+        if url.scheme not in ("http", "https") or not url.hostname:
+            die(f"--user {args.user}: the server's address must begin with http:// or https://")
+        if args.server_key_env and not os.environ.get(args.server_key_env, "").strip():
+            die(f"--server_key_env {args.server_key_env}: this environment variable is not set")
+        if constants.HF_HUB_OFFLINE:
+            die("HF_HUB_OFFLINE is set: it also forbids calls to a served user, on this machine too; unset it")
+        try:
+            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), min(10, args.server_timeout)).close()
+        except (OSError, ValueError) as e:
+            die(f"--user {args.user}: nobody answers at {url.netloc} ({e})")
     foreign = next((s for s in scenarios if s.language != "en"), None)
     if args.user == "scripted" and foreign is not None:
         die(f"--user scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
@@ -215,7 +233,7 @@ def user_name(args):
 def verdicts():
     """user name -> bool, as `simulator.py qualify` left them in the user's cache."""
     path = cache_folder() / "qualified.json"
-    return {"scripted": True, **(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})}
+    return {"scripted": True, **(read_json(path) if path.is_file() else {})}
 
 
 def remember(args, qualified):
@@ -239,6 +257,8 @@ def make_users(args, policy, dtype, device, loud=True):
         backend = LocalModel(model, chat, context=model.without_adapters) if adapted else LocalModel(deepcopy(model).requires_grad_(False), chat)
     else:
         model, tokenizer = load(rest, dtype)
+        if model.config.max_positions < 2 * args.user_tokens + 512:
+            die(f"--user_tokens {args.user_tokens}: {rest} knows {model.config.max_positions} positions, half of which are the scenario's; lower it")
         backend = LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
     users = LanguageUsers(backend.complete, args.dynamics, args.max_turns, args.appraise, args.user_kind, backend.choose, args.user_tokens, args.max_change)
     if kind == "server":

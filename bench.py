@@ -32,7 +32,7 @@ import train_ppo
 from model import Cache, Critic, append, generate, sample, token_logprobs
 from rollout import Chat, Episode, Row, rollout
 from rubric import Reward, score
-from rundir import Flags, die, positive, record_result
+from rundir import Flags, die, positive, record_result, writable
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
 from train_grpo import trajectory_advantages, update
@@ -350,7 +350,7 @@ def main():
     common.add_argument("--threads", type=positive(int), default=torch.get_num_threads(), help="CPU threads of both sides")
     common.add_argument("--repeats", type=positive(int), default=3, help="measured rounds; the median counts")
     common.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
-    common.add_argument("--record", metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
+    common.add_argument("--record", type=writable, metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
     m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")
     m.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows")
     m.add_argument("--prompt", type=int, nargs=2, default=[64, 192], help="shortest and longest prompt, tokens")

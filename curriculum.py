@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from appraisal import INTENTS
-from rundir import Flags, die, nonnegative, positive, record_result
+from rundir import Flags, die, nonnegative, positive, read_json, record_result, writable
 from scenarios import STATES                               # their names, for the tables
 
 ARMS = ("dual", "uniform", "no-states", "bandit")
@@ -104,8 +104,9 @@ class Curriculum:
         if s.arm == "uniform" or self.seen < s.warmup:
             return np.full((C, Z), 1 / Z)
         B, U = self.utility()
-        A = np.log(np.maximum(s.floor, B + s.beta * U)) / s.gamma
-        A = np.exp(A - A.max(1, keepdims=True))            # A^(1/gamma) up to a factor that cancels: a tiny gamma overflows nothing
+        A = np.log(np.maximum(s.floor, B + s.beta * U))
+        with np.errstate(over="ignore"):
+            A = np.exp((A - A.max(1, keepdims=True)) / s.gamma)       # A^(1/gamma) up to a factor that cancels: no gamma is too small
         return (1 - s.eps) * A / A.sum(1, keepdims=True) + s.eps / Z
 
     def sample(self, intents, rng):
@@ -194,13 +195,17 @@ def simulate(arm, seed, spread=1.0, steps=300, groups=16, K=4, intents=8, states
 def read_run(folder):
     """-> (config, metrics rows) of a run. SystemExit where there is none, or none with an outer loop."""
     try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines[:-1]]   # the last one may be half written by a run that goes on
-    except (OSError, ValueError) as e:
-        die(f"{folder}: no run with a readable config.json and metrics.jsonl ({type(e).__name__})")
-    if len(rows) < 2 or "curriculum" not in rows[-1]:
+        config, rows = read_json(Path(folder) / "config.json"), read_json(Path(folder) / "metrics.jsonl", rows=True)
+    except OSError as e:
+        die(f"{folder}: no run there ({e.strerror}: {Path(e.filename).name}); runs are folders under runs/")
+    if config.get("curriculum", "no-states") == "no-states":
         die(f"{folder}: this run has no outer loop; train with --curriculum dual")
+    if len(rows) < 2:
+        die(f"{folder}: this run has finished no step yet")
+    try:                                                   # all that show() will read
+        windows(rows, 1), f"{config['eta']:g}", [float(r["dev_emotion"]) for r in rows if "dev_emotion" in r], [int(r["step"]) for r in rows]
+    except (LookupError, TypeError, ValueError) as e:
+        die(f"{folder}: config.json or metrics.jsonl is damaged ({type(e).__name__}: {e})")
     return config, rows
 
 
@@ -219,8 +224,10 @@ def windows(rows, parts=3):
 
 def show(folders, curves):
     """Prints the 8 x 24 table of each run and writes its curriculum.svg; of several runs also the curves of their dev scores. -> exit code."""
-    if len(folders) > 1 and not Path(curves).parent.is_dir():
-        die(f"--curves {curves}: no such folder")
+    if "simulate" in folders:
+        die("simulate stands alone: python curriculum.py simulate")
+    if not curves.endswith(".svg"):
+        die(f"--curves {curves}: the name must end in .svg")
     runs = [read_run(folder) for folder in folders]
     for folder, (config, rows) in zip(folders, runs):
         [(rate, count, p)] = windows(rows, 1)
@@ -265,13 +272,13 @@ def show(folders, curves):
 def main(argv=None):
     p = Flags(description=__doc__)
     p.add_argument("what", metavar="RUN | simulate", nargs="+", help="folders of runs, or simulate; of several runs the learning curves are drawn too, a mean per --curriculum")
-    p.add_argument("--curves", default="curves.svg", metavar="FILE", help="where to draw them (default: %(default)s)")
+    p.add_argument("--curves", type=writable, default="curves.svg", metavar="FILE", help="where to draw them (default: %(default)s)")
     p.add_argument("--spread", type=nonnegative(float), nargs="+", default=[0.5, 1.0, 2.0, 3.0], help="SD of the units' difficulty, logits (default: %(default)s)")
     p.add_argument("--seeds", type=positive(int), default=20, help="learners per arm (default: %(default)s)")
     p.add_argument("--steps", type=positive(int), default=300, help="batches of 16 groups of 4 (default: %(default)s)")
     p.add_argument("--drift", type=nonnegative(float), default=0.0, help="logits a step that difficulties wander (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="one line of JSON last: the spread nearest to 1 logit")
-    p.add_argument("--record", metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl")
+    p.add_argument("--record", type=writable, metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl")
     args, _ = p.parse(argv)
     if args.what != ["simulate"]:
         return show(args.what, args.curves)

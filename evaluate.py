@@ -24,7 +24,7 @@ from tqdm import tqdm
 from appraisal import INTENTS, words
 from backend import BudgetSpent, add_user_flags, check_user, make_users
 from rollout import Chat, check_budget, rollout, transcript
-from rundir import Flags, die, positive, record_result
+from rundir import Flags, die, positive, read_json, record_result, writable
 from scenarios import SPLITS, STATES, load_scenarios
 from simulator import BANDS, DYNAMICS
 from weights import load, pick_device, pick_dtype, resolve
@@ -197,15 +197,14 @@ def run(args):
     chat = Chat(tokenizer, model.config.vocab, think=args.think)
     initial = load(args.init, dtype, device)[0] if args.user == "lm:self" and args.init else model
     users = make_users(args, (initial, chat), dtype, device)
-    if out:
-        out.write_text("", encoding="utf-8")
     episodes, start, stopped = [], time.time(), ""
 
     def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only; SAGE's format has no word for a user that failed
+        rows = [json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch) if e.finish != "user_failed"]
+        if out and rows:                                   # an old file stays until there is a first row
+            with open(out, "a" if any(e.finish != "user_failed" for e in episodes) else "w", encoding="utf-8") as f:
+                f.writelines(rows)
         episodes.extend(batch)
-        if out:
-            with open(out, "a", encoding="utf-8") as f:
-                f.writelines(json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch) if e.finish != "user_failed")
 
     with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
         try:
@@ -213,6 +212,8 @@ def run(args):
                  args.seed, args.batch, bar, finished, args.states)
         except (KeyboardInterrupt, BudgetSpent) as e:
             stopped = f"\nstopped{f', {e}' if str(e) else ''}: {len(episodes)} of {len(scenarios) * args.repeats} dialogues were finished"
+    if episodes and all(e.finish == "user_failed" for e in episodes):
+        die(f"every simulated user failed{users.trouble()}; nothing was measured")
     if args.show and episodes:
         order = sorted(episodes, key=lambda e: -e.emotion)
         k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
@@ -243,7 +244,7 @@ def main(argv=None):
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the N best, median and worst dialogues (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="one line of JSON last")
-    p.add_argument("--record", metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
+    p.add_argument("--record", type=writable, metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
     p.add_argument("--label", default="", help="a name for the --record line, like 'cold start'")
     # ---- dialogues
     p.add_argument("--scenarios", default="data/scenarios.jsonl", metavar="FILE", help="scenario file (default: %(default)s)")
@@ -267,7 +268,7 @@ def main(argv=None):
     args, given = p.parse(argv[1:])
     config, args.init = Path(args.model) / "config.json", None
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
-        saved = json.loads(config.read_text(encoding="utf-8"))
+        saved = read_json(config)
         for name in {"dynamics", "think", "max_turns", "max_new_tokens", "max_tokens", "temperature"} & saved.keys() - given:
             setattr(args, name, saved[name])
         args.init = saved.get("init")                      # what lm:self is: the policy as it was before RL

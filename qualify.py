@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from appraisal import TABLES
+from appraisal import INTENTS, TABLES
 from backend import BudgetSpent, add_user_flags, check_user, make_users, remember, user_name
 from rollout import Chat
-from rundir import Flags, die, positive, record_result
-from scenarios import Scenario
+from rundir import Flags, die, positive, record_result, writable
+from scenarios import Scenario, read_lines, row_problem
 from weights import load, pick_device, pick_dtype
 
 BATTERY = Path(__file__).resolve().parent / "tests" / "data" / "appraisal_battery.jsonl"
@@ -28,6 +28,32 @@ NEEDS = {"analysis": "You want both sides of what happened weighed with you.", "
          "listening": "You want to let it out to somebody who really listens, and no advice.", "empathy": "You want somebody to feel with you deeply, not mere comfort.",
          "no_fault": "You want to hear that it was not your fault.", "praise": "You want sincere praise of what you did."}
 BAD = ("comfort", "platitude", "dismissive", "insult", "off_topic", "flattery", "plea", "keywords", "echo", "demand", "empty")
+
+
+class UserFailed(Exception):
+    """A model or server gave no answer: what is left would be no battery."""
+
+
+def read_battery(path):
+    """The rows of a battery. SystemExit names file, line and field of the first bad one."""
+    rows, name = [], Path(path).name
+    try:
+        lines = list(read_lines(path))
+    except OSError as e:
+        die(f"--battery {path}: cannot be read ({e.strerror})")
+    for number, row, problem in lines:
+        if not problem:
+            fields = ("id", "intent", "persona", "background", "opening", "facts", "feelings", "people")
+            problem = row_problem({"split": "dev", "hidden_need": "-", "language": "en", "source": "battery", **{k: row[k] for k in fields if k in row}})
+        if not problem and row.get("other_intent") not in INTENTS:
+            problem = f"field 'other_intent': {json.dumps(row.get('other_intent'))[:40]} is not one of {', '.join(INTENTS)}"
+        replies = row.get("replies") if row else None
+        if not problem and not (isinstance(replies, dict) and all(isinstance(replies.get(k), str) for k in ("fitting", "fitting_short", *BAD))):
+            problem = f"field 'replies': must have a text for each of {', '.join(('fitting', 'fitting_short', *BAD))}"
+        if problem:
+            die(f"{name}:{number}: {problem}")
+        rows.append(row)
+    return rows or die(f"{name}:1: the file is empty; one JSON object a line is expected")
 
 
 def qualify(users, rows, progress=lambda n: None):
@@ -47,7 +73,7 @@ def qualify(users, rows, progress=lambda n: None):
             part = asked[a:a + 24]
             out += users.changes([users.start(s) for s, _ in part], [reply for _, reply in part])
             if None in out:
-                die(f"the user failed{users.trouble()}; no verdict")
+                raise UserFailed
             progress(len(part))
         return out
     kinds, began = ("fitting", "fitting_short", *BAD), time.time()
@@ -82,18 +108,11 @@ def main(argv=None):
     p.add_argument("--n", type=positive(int), help="use the first N scenarios only; the verdict is kept for the whole default battery only")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="one line of JSON last")
-    p.add_argument("--record", metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
+    p.add_argument("--record", type=writable, metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
     p.set_defaults(dynamics="sage", max_turns=8, seed=0)
     args, _ = p.parse(argv)
     check_user(args, [])
-    try:
-        rows = [json.loads(line) for line in Path(args.battery).read_text(encoding="utf-8").splitlines()][:args.n]
-        for number, row in enumerate(rows, start=1):
-            if missing := [k for k in ("id", "intent", "other_intent", "persona", "background", "opening", "facts", "feelings", "people", "replies") if k not in row] + \
-                          [k for k in ("fitting", "fitting_short", *BAD) if k not in row.get("replies", {})]:
-                die(f"{args.battery}:{number}: field '{missing[0]}': missing")
-    except (OSError, ValueError, AttributeError, TypeError) as e:
-        die(f"--battery {args.battery}: cannot be read ({e})")
+    rows = read_battery(args.battery)[:args.n]
     device = pick_device()
     dtype = pick_dtype(args.dtype, device)
     policy = None
@@ -104,8 +123,9 @@ def main(argv=None):
     with tqdm(total=len(rows) * 14 * (3 if args.appraise == "logits" and args.user != "scripted" else 1), desc="appraisals", leave=False) as bar:
         try:
             result = qualify(users, rows, bar.update)
-        except BudgetSpent as e:
-            die(f"{e}; what was answered is kept, so the same command with more goes on")
+        except (BudgetSpent, UserFailed) as e:
+            bar.close()
+            die(f"{str(e) or 'the user failed'}{users.trouble()}; no verdict. What was answered is kept")
     print(f"{user_name(args)}: the fitting reply moves this user more than ... (share of {len(rows)} scenarios; 0.5 is chance)")
     for kind, value in result["pairs"].items():
         print(f"  {kind:24} {value:.2f}{'' if value >= 0.9 else '   below 0.90'}")

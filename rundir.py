@@ -75,6 +75,39 @@ def nonnegative(kind):
     return read
 
 
+def writable(text):
+    """argparse type: a file that can be written, known before the work whose result it takes."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        open(path, "a").close()
+        if new:
+            path.unlink()                                  # what is asked is whether it could be there
+    except OSError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written ({e.strerror})")
+    return text
+
+
+def read_json(path, rows=False):
+    """A JSON object, or with rows a list of them, one a line. SystemExit names file and line of what is not one; OSError where there is no file.
+    A last row without its newline was being written when the program was killed: it is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        parts = text.split("\n")[:-1] if rows else [text]
+    except UnicodeDecodeError:
+        die(f"{path}: not UTF-8")
+    out = []
+    for number, part in enumerate(parts, start=1):
+        try:
+            out.append(json.loads(part))
+        except (ValueError, RecursionError) as e:
+            die(f"{path}:{number if rows else getattr(e, 'lineno', 1)}: broken JSON ({getattr(e, 'msg', 'nested too deeply')})")
+        if not isinstance(out[-1], dict):
+            die(f"{path}:{number}: a JSON object is expected")
+    return out if rows else out[0]
+
+
 # ---------------------------------------------------------------------------------------------- the folder
 class RunDir:
     def __init__(self, path):
@@ -101,11 +134,9 @@ class RunDir:
         """An existing run and its config. SystemExit on a folder that is none."""
         run = cls(path)
         try:
-            config = json.loads((run.path / "config.json").read_text(encoding="utf-8"))
+            config = read_json(run.path / "config.json")
         except OSError:
             die(f"--resume {path}: no run there (no config.json); runs are folders under runs/")
-        except json.JSONDecodeError as e:
-            die(f"{path}/config.json:{e.lineno}: broken JSON ({e.msg})")
         if (run.path / "best.old").exists() and not (run.path / "best").exists():   # killed between two renames
             (run.path / "best.old").rename(run.path / "best")
         return run, config
@@ -157,7 +188,7 @@ class RunDir:
                 try:
                     if json.loads(line)["step"] <= step:
                         kept.append(line + "\n")
-                except (json.JSONDecodeError, KeyError):       # the line that was being written when the run was killed
+                except (ValueError, KeyError, TypeError):      # the line that was being written when the run was killed
                     pass
             write_atomically(self.metrics, "".join(kept).encode())
         return state

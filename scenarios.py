@@ -51,8 +51,6 @@ def die(message):
 # ---------------------------------------------------------------- scenario files
 def row_problem(row):
     """The first thing wrong with a parsed row, as "field 'x': what is wrong"; "" for a good row."""
-    if not isinstance(row, dict):
-        return "the line is not a JSON object"
     ours = row.get("source") == "nanoempathy"         # our own rows promise more than rows made from other data
     kinds = {f.name: f.type for f in fields(Scenario)}
     for name, kind in kinds.items():
@@ -99,27 +97,37 @@ def read_profile(row, split="train"):
     return Scenario(row["id"], split, intents[0], persona, background, row["task"].strip(), row.get("first_talk", "").strip(), [], [], [], "zh", "rlver"), ""
 
 
+def read_lines(path):
+    """The rows of a JSON Lines file (UTF-8), as (line number, parsed row, ""), or (line number, None, what is wrong with it). OSError where it can't be read."""
+    for number, raw in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        try:
+            row = json.loads(raw.decode("utf-8-sig"))
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+            yield (number, row, "") if isinstance(row, dict) else (number, None, "the line is not a JSON object")
+        except UnicodeDecodeError:
+            yield number, None, "not UTF-8; save the file as UTF-8"
+        except UnicodeEncodeError:
+            yield number, None, "half of a surrogate pair (\\ud800 .. \\udfff) is not text"
+        except (ValueError, RecursionError) as error:
+            yield number, None, f"broken JSON: {error}"
+
+
 def check_file(path):
     """Reads a scenario file (JSON Lines, UTF-8): our rows, or RLVER's and SAGE's profiles. Returns (good scenarios, problems); a problem reads
     file:line: field 'x': ..."""
     path, good, problems, first = Path(path), [], [], {}
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = list(read_lines(path))
     except OSError as error:
         return [], [f"{path}: cannot be read ({error.strerror}); give the path of a scenario file"]
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            row, scenario = json.loads(raw.decode("utf-8-sig")), None
-            if isinstance(row, dict) and {"player", "scene", "task"} & row.keys():
-                scenario, problem = read_profile(row, (("train",) * 6 + ("dev", "heldout"))[len(good) % 8])    # these files have no splits of their own
-            else:
-                problem = row_problem(row)
-        except UnicodeDecodeError:
-            problem = "not UTF-8; save the file as UTF-8"
-        except (ValueError, RecursionError) as error:
-            problem = f"broken JSON: {error}"
+    for number, row, problem in lines:
+        scenario = None
+        if not problem and {"player", "scene", "task"} & row.keys():
+            scenario, problem = read_profile(row, (("train",) * 6 + ("dev", "heldout"))[len(good) % 8])    # these files have no splits of their own
+        elif not problem:
+            problem = row_problem(row)
         if not problem and row["id"] in first:
             problem = f"field 'id': '{row['id']}' was used before, on line {first[row['id']]}"
         if problem:

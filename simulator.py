@@ -383,7 +383,10 @@ def talk(scenario, state, dynamics, turns):
 
 def main(argv=None):
     """Entry point of `python simulator.py`; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Scenarios and simulated users.")
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            die(f"{message}; see {self.prog} --help")
+    parser = Parser(description="Scenarios and simulated users.", allow_abbrev=False)
     modes = parser.add_subparsers(dest="mode", required=True, metavar="check | talk | qualify")
     mode = modes.add_parser("check", help="validate scenario files: prints every bad row, exit code 1 if there is one")
     mode.add_argument("files", nargs="+", metavar="FILE", help="scenario file, JSON Lines, UTF-8")
@@ -393,7 +396,7 @@ def main(argv=None):
                                 ("--seed", 0, "chooses the user when no --scenario is given (default 0)"),
                                 ("--turns", 8, "how many replies you have, at least 1 (default 8)")):
         mode.add_argument(flag, default=default, type=type(default), help=text)
-    mode.add_argument("--state", choices=list(map(str, STATES)), metavar="STATE", help="how the user interacts: delayed|conditional|proactive / moderate|high / 1..4 (trust), like delayed/high/1 (default: the plain user)")
+    mode.add_argument("--state", help="how the user interacts: delayed|conditional|proactive / moderate|high / 1..4 (trust), like delayed/high/1 (default: the plain user)")
     mode.add_argument("--dynamics", choices=list(DYNAMICS), default="sage", help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default sage)")
     modes.add_parser("qualify", help="can this user tell good replies from bad ones? (its flags: python simulator.py qualify --help)", add_help=False)
     args, rest = parser.parse_known_args(argv)
@@ -406,12 +409,17 @@ def main(argv=None):
         return check(args.files)
     if args.turns < 1:
         die("--turns must be at least 1")
+    states = {str(z): z for z in STATES}
+    if args.state and args.state not in states:
+        die(f"--state '{args.state}' is none of the {len(states)} states; the nearest is '{difflib.get_close_matches(args.state, states, 1, 0)[0]}'")
     scenarios = load_scenarios(args.file)
     by_id = {s.id: s for s in scenarios}
     wanted = args.scenario or scenarios[args.seed % len(scenarios)].id
     if wanted not in by_id:
         die(f"--scenario '{wanted}' is not in {Path(args.file).name}; the nearest is '{difflib.get_close_matches(wanted, by_id, 1, 0)[0]}'")
-    talk(by_id[wanted], next((z for z in STATES if str(z) == args.state), None), args.dynamics, args.turns)
+    if by_id[wanted].language != "en":
+        die(f"the scripted user understands English only, and scenario {wanted} is in '{by_id[wanted].language}'; give a --file of English scenarios")
+    talk(by_id[wanted], states.get(args.state), args.dynamics, args.turns)
     return 0
 
 

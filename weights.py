@@ -29,8 +29,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def cache_folder():
     """Where fetched models and cold starts are kept: $NANOEMPATHY_CACHE, else the user's cache directory."""
-    home = os.environ.get("NANOEMPATHY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoempathy"
-    return Path(home)
+    home = Path(os.environ.get("NANOEMPATHY_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoempathy")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        die(f"{home}: this folder for fetched models can't be made ({e.strerror}); name another in NANOEMPATHY_CACHE")
+    return home
 
 
 def pick_device(name="auto"):
@@ -51,26 +55,26 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
-def resolve(name):
-    """Turn what --model got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing.
+def resolve(name, flag="--model"):
+    """Turn what --model (or another flag) got into a folder or .gguf that exists, before anything slow: SystemExit names what is missing.
     A run folder stands for its best/."""
     path = Path(name)
     if (path / "metrics.jsonl").is_file() or (path / "best").is_dir():
-        path = path / "best" if (path / "best").is_dir() else die(f"--model {name}: this run has no best/ yet; let it reach its first evaluation")
+        path = path / "best" if (path / "best").is_dir() else die(f"{flag} {name}: this run has no best/ yet; let it reach its first evaluation")
     if name == "smollm2-135m":
         return smollm2_folder()
     if path.suffix == ".gguf":
-        return path if path.is_file() else die(f"--model {name}: no such file")
+        return path if path.is_file() else die(f"{flag} {name}: no such file")
     if path.is_dir():
         missing = [f for f in ("config.json", "tokenizer.json") if not (path / f).is_file()] + ["*.safetensors"] * (not list(path.glob("*.safetensors")))
-        return path if not missing else die(f"--model {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
+        return path if not missing else die(f"{flag} {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        die(f"--model {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
+        die(f"{flag} {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except Exception as e:
-        die(f"--model {name}: not found on the hub, or no connection ({type(e).__name__}); --model smollm2-135m needs no hub")
+        die(f"{flag} {name}: not found on the hub, or no connection ({type(e).__name__}); --model smollm2-135m needs no hub")
 
 
 def load(name, dtype=torch.float32, device="cpu"):

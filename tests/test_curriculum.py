@@ -314,3 +314,26 @@ def test_scenarios_stay_uniform_whatever_the_outer_loop_does(tiny_folder, tmp_pa
         train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / arm), "--steps", "3", *TINY, "--curriculum", arm, "--curriculum_warmup", "0"])
         texts.append([line.split(" ")[0] for f in sorted((tmp_path / arm / "samples").iterdir()) for line in f.read_text().splitlines() if " (" in line and line.startswith("train-")])
     assert len(texts[0]) == 6 and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("config,lines,word", [
+    ("null", [], "config.json:1: a JSON object"), ("{", [], "config.json:1: broken JSON"), ('{"curriculum": "dual", "eta": "x"}', None, "damaged"), ('{"eta": 50}', None, "no outer loop"), ('{"curriculum": "dual", "eta": 50}', ['{"step": 0}'], "no step yet"),
+    (None, ['{"step": 0}', "{bro", "{}"], "metrics.jsonl:2: broken JSON"), (None, ['{"step": 0}', "5"], "metrics.jsonl:2: a JSON object"), (None, ['{"step": 0}', '{"step": 1, "curriculum": {"p": [[1]], "outcomes": [[9, 9, 1.0]]}}'], "damaged"),
+    (None, ['{"step": 0}', '{"step": 1, "curriculum": null}'], "damaged"), (None, ['{"step": 0}', '{"step": 1, "dev_emotion": null, "curriculum": {"p": [[1.0]], "outcomes": []}}'], "damaged")])
+def test_a_damaged_run_is_named(config, lines, word, tmp_path, capsys):
+    good = ['{"step": 0}', json.dumps({"step": 1, "curriculum": {"p": np.full((8, 24), 1 / 24).tolist(), "outcomes": [[0, 0, 1.0]]}})]
+    (tmp_path / "config.json").write_text(config or '{"curriculum": "dual", "eta": 50, "soft_outcome": false}')
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in (good if lines is None else lines)) + '{"half')
+    with pytest.raises(SystemExit) as e:
+        curriculum.main([str(tmp_path)])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and word in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags,word", [(["simulate", "runs/x"], "stands alone"), (["runs/none"], "no run"), (["simulate", "--record", "/proc/nope/x"], "cannot be written"), (["runs/x", "--curves", "/proc/nope/x.svg"], "cannot be written"),
+                                        (["runs/x", "--curves", "x.png"], ".svg"), (["simulate", "--seeds", "1"], "--seeds")])
+def test_bad_flags_are_one_line(flags, word, capsys):
+    with pytest.raises(SystemExit) as e:
+        curriculum.main(flags)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and word in err and err.count("\n") == 1

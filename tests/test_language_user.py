@@ -21,6 +21,7 @@ import train_grpo
 import train_ppo
 from backend import BudgetSpent, LocalModel, Server
 from conftest import ROOT
+from qualify import BAD
 from rollout import rollout
 from scenarios import STATES, check_file, load_scenarios
 from simulator import LanguageUsers, read_change, section, spoken
@@ -475,9 +476,10 @@ def test_a_real_server(tiny_folder, tmp_path, monkeypatch):
     assert all(len(line["content"]) > 1 for r in rows for line in r["history"][2::2])
 
 
-@pytest.mark.parametrize("flags,word", [(["--user", "lm:"], "--user"), (["--user", "gpt"], "--user"), (["--user", "server:http://x"], "--user"), (["--user", "scripted", "--scenarios", "PROFILES"], "English"),
+@pytest.mark.parametrize("flags,word", [(["--user", "lm:"], "--user"), (["--user", "lm:/nope"], "--user lm: /nope"), (["--user", "gpt"], "--user"), (["--user", "server:foo#m"], "http://"), (["--user", "server:http://127.0.0.1:9/v1#m"], "nobody answers"), (["--user", "server:http://x"], "--user"), (["--user", "scripted", "--scenarios", "PROFILES"], "English"),
                                         (["--user", "server:http://127.0.0.1:9/v1#m", "--server_key_env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE")])
-def test_bad_input(flags, word, tiny_folder, tmp_path, capsys):
+def test_bad_input(flags, word, tiny_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     path = tmp_path / "profiles.jsonl"
     path.write_text("\n".join(json.dumps(profile(id=f"x{i}", first_talk="累")) for i in range(8)))
     with pytest.raises(SystemExit) as e:
@@ -487,6 +489,58 @@ def test_bad_input(flags, word, tiny_folder, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------- is it good enough?
+GOOD_ROW = {"id": "a", "intent": "praise", "other_intent": "advice", "persona": "p", "background": "b", "opening": "o", "facts": ["f"], "feelings": [], "people": [], "replies": dict.fromkeys(["fitting", "fitting_short", *BAD], "r")}
+
+
+@pytest.mark.parametrize("rows,word", [([], "1: the file is empty"), (["{bro"], "1: broken JSON"), (["5"], "1: the line is not"), ([GOOD_ROW, "", {**GOOD_ROW, "intent": "hug"}], "3: field 'intent'"), ([{**GOOD_ROW, "other_intent": 3}], "1: field 'other_intent'"),
+                                       ([{**GOOD_ROW, "replies": {**GOOD_ROW["replies"], "insult": None}}], "1: field 'replies'"), ([{**GOOD_ROW, "replies": ["x"]}], "1: field 'replies'"), ([{**GOOD_ROW, "facts": 3}], "1: field 'facts'"),
+                                       ([{**GOOD_ROW, "opening": None}], "1: field 'opening'"), (['{"id": "\\ud800"}'], "1: half of a surrogate")])
+def test_a_broken_battery_is_named(rows, word, tmp_path, capsys):
+    import qualify
+    path = tmp_path / "b.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+    with pytest.raises(SystemExit) as e:
+        qualify.main(["--battery", str(path)])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and f"b.jsonl:{word}" in err and err.count("\n") == 1
+
+
+def test_a_dead_server_leaves_no_verdict_no_record_and_the_old_rows(served, tiny_folder, tmp_path, capsys):
+    import qualify
+    url, handler = served(["401"] * 10)
+    out, record = tmp_path / "rows.jsonl", tmp_path / "record.jsonl"
+    out.write_text("old")
+    for run in (lambda: evaluate.main(["run", "--model", tiny_folder, "--n", "2", "--max_turns", "1", "--max_new_tokens", "4", "--user", f"server:{url}#m", "--out", str(out), "--overwrite", "--record", str(record)]),
+                lambda: qualify.main(["--user", f"server:{url}#m", "--n", "1"])):
+        with pytest.raises(SystemExit) as e:
+            run()
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and "user failed" in err and "401" in err
+    assert out.read_text() == "old" and not record.exists() and not (tmp_path / "cache" / "qualified.json").exists()
+
+
+def test_kept_files_that_are_broken_are_named(served, tmp_path, capsys):
+    url, _ = served()
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    for name, call in (("served.sqlite", lambda: Server(url, "m")), ("qualified.json", backend.verdicts)):
+        (tmp_path / "cache" / name).write_text("{broken")
+        with pytest.raises(SystemExit):
+            call()
+        assert name in capsys.readouterr().err
+
+
+def test_a_user_with_a_short_memory(tiny_chat, tiny_folder, tmp_path, capsys):
+    """A scenario longer than the user model's memory loses its end, and more tokens than it knows are refused at once."""
+    model, chat = tiny_chat
+    local = LocalModel(model, chat)
+    assert len(local.complete([[{"role": "system", "content": "s" * 9000}, {"role": "user", "content": "u"}]], 4)) == 1
+    [(k, _)] = local.prefixes.values()
+    assert k.shape[2] == model.config.max_positions // 2
+    with pytest.raises(SystemExit):
+        evaluate.main(["run", "--model", tiny_folder, "--n", "1", "--user", f"lm:{tiny_folder}", "--user_tokens", "9000"])
+    assert "--user_tokens 9000" in capsys.readouterr().err
+
+
 def test_the_scripted_user_qualifies_and_a_coin_does_not(tmp_path, monkeypatch, capsys):
     import qualify
     monkeypatch.setenv("NANOEMPATHY_CACHE", str(tmp_path))
