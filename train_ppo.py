@@ -389,6 +389,8 @@ def main(argv=None):
         if pending is not None:                            # the score before RL, or one that a budget's end left out
             score_dev(pending)
             run.log(pending)
+            if args.resume:                                # else a kill before the next checkpoint would have it scored and logged again
+                checkpoint(pending["step"])
             print(f"step {pending['step']:3d}  dev {pending['dev_emotion']:.1f}{'  (before RL)' * (pending['step'] == 0)}", flush=True)
         for step in range(start, args.steps):
             clock = [time.time()]
