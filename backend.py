@@ -226,8 +226,8 @@ def check_user(args, scenarios):
 
 
 def user_name(args):
-    """What was, or wasn't, qualified: the model with the way it is read. Users of both kinds share a verdict."""
-    return args.user if args.user == "scripted" else f"{args.user}{f' of {args.model}' if args.user == 'lm:self' else ''} --appraise {args.appraise}"
+    """What was, or wasn't, qualified, as flags: the model with the way it is read. Users of both kinds share a verdict."""
+    return args.user if args.user == "scripted" else f"{args.user}{f' --model {args.model}' if args.user == 'lm:self' else ''} --appraise {args.appraise}"
 
 
 def verdicts():

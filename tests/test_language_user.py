@@ -571,7 +571,7 @@ def test_training_against_an_unqualified_user_says_so(served, tiny_folder, tmp_p
     how = ["--model", tiny_folder, "--steps", "1", *TINY, "--user", f"server:{url}#m"]
     train_grpo.main([*how, "--run", str(tmp_path / "one")])
     out = capsys.readouterr().out
-    assert "WARNING: the user server:" in out and "has not taken the battery" in out and "the emotion that a frozen language model states" in out
+    assert "WARNING: the user server:" in out and "has not taken the battery" in out and "simulator.py qualify --user server:" in out and "the emotion that a frozen language model states" in out
     (tmp_path / "cache" / "qualified.json").write_text(json.dumps({f"server:{url}#m --appraise text": True}))
     train_grpo.main([*how, "--run", str(tmp_path / "two")])
     assert "WARNING: the user" not in capsys.readouterr().out
