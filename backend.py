@@ -76,13 +76,14 @@ class LocalModel:
             yield prompts[a:a + self.batch]
 
     @torch.no_grad()
-    def complete(self, prompts, max_tokens):
-        """-> one text per prompt, greedy."""
+    def complete(self, prompts, max_tokens, temperature=0.0):
+        """-> one text per prompt, greedy; above temperature 0 drawn from the likeliest 90 %, with dice that depend on the prompts alone: the same call gives the same texts."""
         out, banned = [], self.chat.banned.to(self.model.model.embed_tokens.weight.device)
+        generator = torch.Generator().manual_seed(int(hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12], 16))
         with self.context():
             for part in self.parts(prompts):
                 cache, hidden = self.read(part, max_tokens)
-                tokens, _ = sample(self.model, cache, hidden, [max_tokens] * len(part), {self.chat.eot}, banned, temperature=0)
+                tokens, _ = sample(self.model, cache, hidden, [max_tokens] * len(part), {self.chat.eot}, banned, temperature=temperature, top_p=0.9 if temperature > 0 else 1.0, generator=generator)
                 out += [self.chat.text(t) for t in tokens]
         return out
 
@@ -167,13 +168,14 @@ class Server:
             self.failures += 1
         return None
 
-    def complete(self, prompts, max_tokens):
+    def complete(self, prompts, max_tokens, temperature=0.0):
         """-> one text per prompt, None where every try failed."""
+        how = {"temperature": temperature, "top_p": 0.9} if temperature > 0 else {}
         def read(response):
             text = response.choices[0].message.content
             said = text.rpartition("</think>")[2].partition("<think>")[0].strip() if isinstance(text, str) else ""
             return said or None                            # a thought that was never closed is no answer
-        return list(self.pool.map(lambda p: self.ask(p, read, max_tokens=max_tokens), prompts))
+        return list(self.pool.map(lambda p: self.ask(p, read, max_tokens=max_tokens, **how), prompts))
 
     def choose(self, prompts, answers):
         """-> per prompt the probabilities of the answers among themselves, from the top 20 log-probs of the first token; None where that failed."""
@@ -191,6 +193,7 @@ def add_user_flags(p):
     p.add_argument("--user_kind", default="vanilla", choices=sorted(KINDS), help="of a language user; vanilla: warms to any sincere support; challenging: only to what serves its hidden need (default: %(default)s)")
     p.add_argument("--appraise", default="text", choices=["text", "logits"], help="how a language user's change is read; text: it writes a number; logits: expectation over five answers, deterministic and cheap (default: %(default)s)")
     p.add_argument("--max_change", type=positive(int), default=10, help="most points that one reply moves a language user by --appraise text; RLVER's release has no limit: 100 (default: %(default)s)")
+    p.add_argument("--user_temperature", type=nonnegative(float), default=0.0, help="of a language user's next line, never of its appraisal; 0 = greedy; small models repeat themselves then (default: %(default)s)")
     p.add_argument("--user_tokens", type=positive(int), default=200, help="most tokens of a language user's appraisal, and of its next line (default: %(default)s)")
     p.add_argument("--server_parallel", type=positive(int), default=16, help="calls to a served user at a time (default: %(default)s)")
     p.add_argument("--server_key_env", default="", metavar="NAME", help="environment variable that holds the server's key; the key itself is never written anywhere")
@@ -260,7 +263,7 @@ def make_users(args, policy, dtype, device, loud=True):
         if model.config.max_positions < 2 * args.user_tokens + 512:
             die(f"--user_tokens {args.user_tokens}: {rest} knows {model.config.max_positions} positions, half of which are the scenario's; lower it")
         backend = LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
-    users = LanguageUsers(backend.complete, args.dynamics, args.max_turns, args.appraise, args.user_kind, backend.choose, args.user_tokens, args.max_change)
+    users = LanguageUsers(backend.complete, args.dynamics, args.max_turns, args.appraise, args.user_kind, backend.choose, args.user_tokens, args.max_change, args.user_temperature)
     if kind == "server":
         users.trouble = lambda: f" (last: {server.trouble})"
     return users

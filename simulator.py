@@ -208,7 +208,7 @@ class LanguageUser:
 class LanguageUsers:
     """Users played by a frozen language model after SAGE's protocol [P]; the prompts are ours.
 
-    complete(prompts, max_tokens) -> texts, a list of chat messages each; None where it failed. choose(prompts, answers) -> probabilities (one list per
+    complete(prompts, max_tokens) -> texts, a list of chat messages each; None where it failed. With temperature > 0 the next lines are asked for with temperature=. choose(prompts, answers) -> probabilities (one list per
     prompt), for readout "logits". readout: "text": the model writes labelled sections, read_change reads the number; "logits": one forward, the change is
     the expectation over the answers A..E, averaged over both orders of the scale: deterministic, cheap, never unparsable, without a thought.
     A user whose appraisal can't be read stays as it is (change 0, `unreadable` in its parts); one whose model or server failed is `failed`.
@@ -217,8 +217,8 @@ class LanguageUsers:
     SCALE = (-10, -4, 0, 4, 10)                           # much worse .. much better
     SCALE_WORDS = ("much worse", "a bit worse", "the same", "a bit better", "much better")
 
-    def __init__(self, complete, dynamics="sage", max_turns=8, readout="text", kind="vanilla", choose=None, max_tokens=200, max_change=10):
-        self.max_change = max_change
+    def __init__(self, complete, dynamics="sage", max_turns=8, readout="text", kind="vanilla", choose=None, max_tokens=200, max_change=10, temperature=0.0):
+        self.max_change, self.how = max_change, {"temperature": temperature} if temperature > 0 else {}
         self.complete, self.choose, self.dynamics, self.max_turns, self.readout, self.kind, self.max_tokens = complete, choose, dynamics, max_turns, readout, kind, max_tokens
         self.openings, self.appraised, self.unreadable, self.orders = {}, 0, 0, (range(5), range(4, -1, -1))
 
@@ -281,7 +281,7 @@ class LanguageUsers:
             turns.append(UserTurn("", user.emotion, change, thought, bool(why), why, failed, {"appraisal": float(change), **({"unreadable": 0.0} if unreadable else {})}))
             speaking += [] if why or failed else [(user, turns[-1], text)]
         asks = [self.chatting(user, self.speak_prompt(user, turn, text)) for user, turn, text in speaking]
-        for (user, turn, _), text in zip(speaking, self.complete(asks, self.max_tokens) if asks else []):
+        for (user, turn, _), text in zip(speaking, self.complete(asks, self.max_tokens, **self.how) if asks else []):
             said = spoken(text or "")
             if not said:
                 turn.failed = True                         # nothing to go on with: the dialogue leaves the statistics

@@ -237,6 +237,19 @@ def test_kept_prefixes_change_no_word(tiny_chat):
         assert alone.complete([p], 12) == [text] and torch.allclose(torch.tensor(alone.choose([p], ["A", "B"])[0]), torch.tensor(chance), atol=1e-4)
 
 
+def test_a_drawn_line_is_the_same_at_each_call(tiny_chat, served):
+    """Above temperature 0 the dice depend on the prompts alone; only the next line is drawn, never the appraisal; a server is told."""
+    model, chat = tiny_chat
+    prompts = [[{"role": "system", "content": "s"}, {"role": "user", "content": f"u{i}"}] for i in range(3)]
+    local = LocalModel(model, chat)
+    drawn = local.complete(prompts, 12, temperature=1.0)
+    assert local.complete(prompts, 12, temperature=1.0) == drawn == LocalModel(model, chat).complete(prompts, 12, temperature=1.0) != local.complete(prompts, 12)
+    url, handler = served()
+    users = LanguageUsers(Server(url, "m", keep=False).complete, temperature=0.8)
+    users.respond([users.start(SCENARIOS[0])], ["Oh."], [False])
+    assert [(body["temperature"], body["top_p"]) for body in handler.bodies] == [(0.0, 1.0), (0.8, 0.9)]
+
+
 def test_prefixes_are_bounded_and_long_chats_fit(tiny_chat):
     model, chat = tiny_chat
     local = LocalModel(model, chat)
