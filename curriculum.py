@@ -272,7 +272,7 @@ def show(folders, curves):
 def main(argv=None):
     p = Flags(description=__doc__)
     p.add_argument("what", metavar="RUN | simulate", nargs="+", help="folders of runs, or simulate; of several runs the learning curves are drawn too, a mean per --curriculum")
-    p.add_argument("--curves", type=writable, default="curves.svg", metavar="FILE", help="where to draw them (default: %(default)s)")
+    p.add_argument("--curves", type=writable, metavar="FILE", help="where to draw them (default: curves.svg)")
     p.add_argument("--spread", type=nonnegative(float), nargs="+", default=[0.5, 1.0, 2.0, 3.0], help="SD of the units' difficulty, logits (default: %(default)s)")
     p.add_argument("--seeds", type=positive(int), default=20, help="learners per arm (default: %(default)s)")
     p.add_argument("--steps", type=positive(int), default=300, help="batches of 16 groups of 4 (default: %(default)s)")
@@ -281,7 +281,7 @@ def main(argv=None):
     p.add_argument("--record", type=writable, metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl")
     args, _ = p.parse(argv)
     if args.what != ["simulate"]:
-        return show(args.what, args.curves)
+        return show(args.what, args.curves or "curves.svg")
     if args.seeds < 2:
         die("--seeds 1: an interval needs 2 or more")
     results = {}
