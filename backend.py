@@ -71,6 +71,7 @@ class LocalModel:
         return cache, append(self.model, cache, tails)
 
     def parts(self, prompts):
+        """The prompts, `batch` rows at a time; counts the calls."""
         for a in range(0, len(prompts), self.batch):
             self.calls += 1
             yield prompts[a:a + self.batch]
@@ -240,6 +241,7 @@ def verdicts():
 
 
 def remember(args, qualified):
+    """Keeps a verdict (bool) where verdicts() finds it."""
     write_atomically(cache_folder() / "qualified.json", json.dumps({**verdicts(), user_name(args): qualified}, indent=1).encode())
 
 
@@ -260,9 +262,9 @@ def make_users(args, policy, dtype, device, loud=True):
         backend = LocalModel(model, chat, context=model.without_adapters) if adapted else LocalModel(deepcopy(model).requires_grad_(False), chat)
     else:
         model, tokenizer = load(rest, dtype)
-        if model.config.max_positions < 2 * args.user_tokens + 512:
-            die(f"--user_tokens {args.user_tokens}: {rest} knows {model.config.max_positions} positions, half of which are the scenario's; lower it")
         backend = LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
+    if kind == "lm" and model.config.max_positions < 2 * args.user_tokens + 512:
+        die(f"--user_tokens {args.user_tokens}: {args.user} knows {model.config.max_positions} positions, half of which are the scenario's; lower it")
     users = LanguageUsers(backend.complete, args.dynamics, args.max_turns, args.appraise, args.user_kind, backend.choose, args.user_tokens, args.max_change, args.user_temperature)
     if kind == "server":
         users.trouble = lambda: f" (last: {server.trouble})"

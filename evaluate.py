@@ -53,7 +53,7 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
     """
     check_budget(model, chat, scenarios, max_new_tokens, max_tokens)       # said now rather than by the last batch
     # one shuffle of the 24 after another, over the ids in order: which state a dialogue is in depends on no order of scenarios, and intents meet them evenly
-    assigned = {(id_, r): STATES[np.random.default_rng(k // 24).permutation(24)[k % 24]] for k, (id_, r) in enumerate((id_, r) for id_ in sorted(s.id for s in scenarios) for r in range(repeats))}
+    assigned = {} if not states else {(id_, r): STATES[np.random.default_rng(k // 24).permutation(24)[k % 24]] for k, (id_, r) in enumerate((id_, r) for id_ in sorted(s.id for s in scenarios) for r in range(repeats))}
     episodes, size = [], max(1, batch // repeats)
     for first in range(0, len(scenarios), size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)

@@ -76,9 +76,8 @@ def qualify(users, rows, progress=lambda n: None):
                 raise UserFailed
             progress(len(part))
         return out
-    kinds, began = ("fitting", "fitting_short", *BAD), time.time()
+    kinds, flips = ("fitting", "fitting_short", *BAD), None
     asked = [(scenario(row, row["intent"]), row["replies"][kind]) for row in rows for kind in kinds] + [(scenario(row, row["other_intent"]), row["replies"]["fitting"]) for row in rows]
-    flips, seconds = None, None
     if getattr(users, "readout", "") == "logits":
         both = []
         for order in users.orders:
@@ -87,7 +86,7 @@ def qualify(users, rows, progress=lambda n: None):
         users.orders = (range(5), range(4, -1, -1))
         wins = [[moved[i * len(kinds)] - moved[i * len(kinds) + k] for i in range(len(rows)) for k in range(2, len(kinds))] for moved in both]
         flips = sum(a * b < 0 for a, b in zip(*wins)) / len(wins[0])
-        began = time.time()
+    began = time.time()
     moved = changes(asked)
     seconds = time.time() - began
     table, other = [dict(zip(kinds, moved[i * len(kinds):])) for i in range(len(rows))], moved[len(rows) * len(kinds):]

@@ -326,6 +326,7 @@ class LanguageUsers:
                 f"Change: how much your mood moves, one whole number from -{self.max_change} to +{self.max_change}; vague or empty comfort is 0 or less")
 
     def scale_prompt(self, user, order):
+        """The appraisal of readout "logits": five answers in this order, one letter to say."""
         options = "\n".join(f"{letter}: {self.SCALE_WORDS[k]}" for letter, k in zip("ABCDE", order))
         return f"Your mood is {user.emotion} on a scale from 0 to 100. How does the other's last message move it, judged as this person?\n{options}\nAnswer with one letter."
 

@@ -549,9 +549,10 @@ def test_a_user_with_a_short_memory(tiny_chat, tiny_folder, tmp_path, capsys):
     assert len(local.complete([[{"role": "system", "content": "s" * 9000}, {"role": "user", "content": "u"}]], 4)) == 1
     [(k, _)] = local.prefixes.values()
     assert k.shape[2] == model.config.max_positions // 2
-    with pytest.raises(SystemExit):
-        evaluate.main(["run", "--model", tiny_folder, "--n", "1", "--user", f"lm:{tiny_folder}", "--user_tokens", "9000"])
-    assert "--user_tokens 9000" in capsys.readouterr().err
+    for user in (f"lm:{tiny_folder}", "lm:self"):
+        with pytest.raises(SystemExit):
+            evaluate.main(["run", "--model", tiny_folder, "--n", "1", "--user", user, "--user_tokens", "9000"])
+        assert "--user_tokens 9000" in capsys.readouterr().err
 
 
 def test_the_scripted_user_qualifies_and_a_coin_does_not(tmp_path, monkeypatch, capsys):
