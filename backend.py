@@ -196,7 +196,12 @@ def add_user_flags(p):
     p.add_argument("--max_change", type=positive(int), default=10, help="most points that one reply moves a language user by --appraise text; RLVER's release has no limit: 100 (default: %(default)s)")
     p.add_argument("--user_temperature", type=nonnegative(float), default=0.0, help="of a language user's next line, never of its appraisal; 0 = greedy; small models repeat themselves then (default: %(default)s)")
     p.add_argument("--user_tokens", type=positive(int), default=200, help="most tokens of a language user's appraisal, and of its next line (default: %(default)s)")
-    p.add_argument("--server_parallel", type=positive(int), default=16, help="calls to a served user at a time (default: %(default)s)")
+    add_server_flags(p)
+
+
+def add_server_flags(p):
+    """The flags of whatever asks a server, a user or a judge."""
+    p.add_argument("--server_parallel", type=positive(int), default=16, help="calls to a server at a time (default: %(default)s)")
     p.add_argument("--server_key_env", default="", metavar="NAME", help="environment variable that holds the server's key; the key itself is never written anywhere")
     p.add_argument("--server_timeout", type=positive(float), default=60.0, help="seconds before a call counts as failed; what may pass (408, 429, 5xx, silence) is tried four times (default: %(default)s)")
     p.add_argument("--server_calls", type=nonnegative(int), default=0, help="calls, counted from each start, after which the run saves and stops; 0 = no limit (default: %(default)s)")
@@ -206,27 +211,43 @@ def check_user(args, scenarios):
     """SystemExit on a --user that can't be, before any weights are loaded. Fills in the model that `lm` alone stands for."""
     if args.user == "lm":
         args.user = "lm:Qwen/Qwen3-4B"
-    kind, _, rest = args.user.partition(":")
-    if args.user != "scripted" and (kind not in ("lm", "server") or not rest or kind == "server" and not all(rest.partition("#"))):
-        die(f"--user {args.user}: use scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
-    if kind == "lm" and rest != "self":
-        resolve(rest, "--user lm:")
+    if args.user not in ("scripted", "lm:self"):
+        check_backend("--user", args.user, args, "scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
+    foreign = next((s for s in scenarios if s.language != "en"), None)
+    if args.user == "scripted" and foreign is not None:
+        die(f"--user scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
+
+
+def check_backend(flag, spec, args, allowed="lm:MODEL or server:URL#MODEL"):
+    """SystemExit on a model that can't be asked: spec, as `flag` gave it, is lm:MODEL or server:URL#MODEL. allowed: what to use, for the message."""
+    kind, _, rest = spec.partition(":")
+    if kind not in ("lm", "server") or not rest or kind == "server" and not all(rest.partition("#")):
+        die(f"{flag} {spec}: use {allowed}")
+    if kind == "lm":
+        resolve(rest, f"{flag} lm:")
     if kind == "server":
         from huggingface_hub import constants
         url = urlsplit(rest.partition("#")[0])
         if url.scheme not in ("http", "https") or not url.hostname:
-            die(f"--user {args.user}: the server's address must begin with http:// or https://")
+            die(f"{flag} {spec}: the server's address must begin with http:// or https://")
         if args.server_key_env and not os.environ.get(args.server_key_env, "").strip():
             die(f"--server_key_env {args.server_key_env}: this environment variable is not set")
         if constants.HF_HUB_OFFLINE:
-            die("HF_HUB_OFFLINE is set: it also forbids calls to a served user, on this machine too; unset it")
+            die("HF_HUB_OFFLINE is set: it also forbids calls to a server, on this machine too; unset it")
         try:
             socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), min(10, args.server_timeout)).close()
         except (OSError, ValueError) as e:
-            die(f"--user {args.user}: nobody answers at {url.netloc} ({e})")
-    foreign = next((s for s in scenarios if s.language != "en"), None)
-    if args.user == "scripted" and foreign is not None:
-        die(f"--user scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
+            die(f"{flag} {spec}: nobody answers at {url.netloc} ({e})")
+
+
+def make_backend(spec, args, dtype, device):
+    """Who answers to spec, lm:MODEL or server:URL#MODEL, already checked: a LocalModel on `device`, or a Server."""
+    kind, _, rest = spec.partition(":")
+    if kind == "server":
+        url, _, name = rest.partition("#")
+        return Server(url, name, args.server_parallel, args.server_key_env, args.server_calls, args.server_timeout, seed=args.seed)
+    model, tokenizer = load(rest, dtype)
+    return LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
 
 
 def user_name(args):
@@ -252,20 +273,16 @@ def make_users(args, policy, dtype, device, loud=True):
               f"see python simulator.py qualify --user {user_name(args)}", flush=True)
     if args.user == "scripted":
         return ScriptedUsers(args.dynamics, args.max_turns)
-    kind, _, rest = args.user.partition(":")
-    if kind == "server":
-        url, _, name = rest.partition("#")
-        backend = server = Server(url, name, args.server_parallel, args.server_key_env, args.server_calls, args.server_timeout, seed=args.seed)
-    elif rest == "self":
+    if args.user == "lm:self":
         model, chat = policy[0], Chat(policy[1].tokenizer, policy[0].config.vocab)     # a user speaks without thinking aloud, whatever the policy does
         adapted = any(k.endswith("lora_a") for k, _ in model.named_parameters())
         backend = LocalModel(model, chat, context=model.without_adapters) if adapted else LocalModel(deepcopy(model).requires_grad_(False), chat)
     else:
-        model, tokenizer = load(rest, dtype)
-        backend = LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
-    if kind == "lm" and model.config.max_positions < 2 * args.user_tokens + 512:
-        die(f"--user_tokens {args.user_tokens}: {args.user} knows {model.config.max_positions} positions, half of which are the scenario's; lower it")
+        backend = make_backend(args.user, args, dtype, device)
+    served = isinstance(backend, Server)
+    if not served and backend.model.config.max_positions < 2 * args.user_tokens + 512:
+        die(f"--user_tokens {args.user_tokens}: {args.user} knows {backend.model.config.max_positions} positions, half of which are the scenario's; lower it")
     users = LanguageUsers(backend.complete, args.dynamics, args.max_turns, args.appraise, args.user_kind, backend.choose, args.user_tokens, args.max_change, args.user_temperature)
-    if kind == "server":
-        users.trouble = lambda: f" (last: {server.trouble})"
+    if served:
+        users.trouble = lambda: f" (last: {backend.trouble})"
     return users

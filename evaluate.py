@@ -8,13 +8,13 @@ models, significance stars, a single "score" without its interval.
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
 """
+import importlib
 import json
 import math
 import os
 import sys
 import time
 from collections import Counter
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from rollout import Chat, check_budget, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable
 from scenarios import SPLITS, STATES, load_scenarios
 from simulator import BANDS, DYNAMICS
+from stats import bootstrap, half_up, mean
 from weights import load, pick_device, pick_dtype, resolve
 
 
@@ -71,31 +72,6 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
 
 
 # ---------------------------------------------------------------------------------------------- statistics
-def half_up(x, digits=1):
-    """Rounded half up, as text: half_up(61.25) == "61.3" (Python's own rounding gives 61.2). None -> "-"."""
-    return "-" if x is None else str(Decimal(str(float(x))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
-
-
-def clustered_ci(values, clusters, resamples=4000, seed=0):
-    """95 % percentile interval (low, high) of the mean of `values`, resampling whole clusters with replacement.
-
-    Repeats of one scenario are alike: resampling dialogues would give an interval that is far too narrow. A resample's
-    mean is sum / count of what it drew. With fewer than two clusters nothing can be said: (None, None).
-    """
-    names, index = np.unique(clusters, return_inverse=True)
-    if len(names) < 2:
-        return None, None
-    sums, counts = np.bincount(index, np.asarray(values, float)), np.bincount(index)                  # (S,), (S,)
-    drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))            # (R, S)
-    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def mean(values):
-    """Mean of a list, None of an empty one."""
-    return sum(values) / len(values) if values else None   # ints are summed exactly, so that 61.25 is 61.25
-
-
 def summary(episodes):
     """The statistics of a list of episodes, as a dict of plain numbers (None where there is nothing to average).
 
@@ -109,7 +85,7 @@ def summary(episodes):
     """
     kept = [e for e in episodes if e.finish != "user_failed"]
     final, length = [e.emotion for e in kept], max((len(e.turns) for e in kept), default=0)
-    low, high = clustered_ci(final, [e.scenario.id for e in kept])
+    low, high = bootstrap(final, [e.scenario.id for e in kept])
     by_intent = {i: [e.emotion for e in kept if e.scenario.intent == i] for i in INTENTS}
     replies, cuts = [words(r) for e in kept for r in e.replies], [100 * c for e in kept for c in e.cuts]
     pairs = [p for r in replies for p in zip(r, r[1:])]
@@ -231,13 +207,18 @@ def run(args):
     return 130 if stopped else 0
 
 
+COMMANDS = {}                                              # command -> the file that does it
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return 0
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     if argv[:1] != ["run"]:
-        die(f"{argv[0] if argv else 'nothing'} is not a command; there is: python evaluate.py run (--help lists its flags)")
+        die(f"{argv[0] if argv else 'nothing'} is not a command; there are: {', '.join(['run', *COMMANDS])} (--help after one lists its flags)")
     p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion. With the scripted user that is the rule score of a scripted user, not empathy.")
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")
     p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch")
