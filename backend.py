@@ -207,15 +207,15 @@ def add_server_flags(p):
     p.add_argument("--server_calls", type=nonnegative(int), default=0, help="calls, counted from each start, after which the run saves and stops; 0 = no limit (default: %(default)s)")
 
 
-def check_user(args, scenarios):
+def check_user(args, scenarios, flag="--user"):
     """SystemExit on a --user that can't be, before any weights are loaded. Fills in the model that `lm` alone stands for."""
     if args.user == "lm":
         args.user = "lm:Qwen/Qwen3-4B"
     if args.user not in ("scripted", "lm:self"):
-        check_backend("--user", args.user, args, "scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
+        check_backend(flag, args.user, args, "scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
     foreign = next((s for s in scenarios if s.language != "en"), None)
     if args.user == "scripted" and foreign is not None:
-        die(f"--user scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
+        die(f"{flag} {args.user} understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
 
 
 def check_backend(flag, spec, args, allowed="lm:MODEL or server:URL#MODEL"):

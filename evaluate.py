@@ -8,6 +8,8 @@ models, significance stars, a single "score" without its interval.
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
 """
+import argparse
+import hashlib
 import importlib
 import json
 import math
@@ -23,10 +25,11 @@ from tqdm import tqdm
 
 from appraisal import INTENTS, words
 from backend import BudgetSpent, add_user_flags, check_user, make_users
-from rollout import Chat, check_budget, rollout, transcript
-from rundir import Flags, die, positive, read_json, record_result, writable
+from rollout import Chat, Episode, Row, check_budget, rollout, transcript
+from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_scenarios
-from simulator import BANDS, DYNAMICS
+from scores import gaming, gaming_line, read_rows
+from simulator import BANDS, DYNAMICS, UserTurn
 from stats import bootstrap, half_up, mean
 from weights import load, pick_device, pick_dtype, resolve
 
@@ -40,13 +43,14 @@ def spread(scenarios, n=None):
 
 
 def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=0.8, seed=0, batch=64,
-         progress=None, finished=None, states=False):
+         progress=None, finished=None, states=False, kept=None, known=None):
     """Play every scenario `repeats` times. -> list[Episode], repeats adjacent; e.group is the scenario's place in `scenarios`.
 
     states: each dialogue in one of the 24 interaction states, all of them equally often (exactly, where 24 divides the number of dialogues), the same
     ones at each call; else the plain user.
     batch: dialogues at a time, in whole scenarios (at least one with all its repeats, whose prompt is computed once).
-    progress: a tqdm bar, advanced per reply. finished: called with the episodes of each batch as soon as it is done.
+    progress: a tqdm bar, advanced per reply. finished: called with the episodes of each batch as soon as it is done. kept: first scenario of a batch ->
+    its episodes, of batches played before; `known` is called with those instead.
 
     The same call gives the same dialogues: each batch draws from its own generator, seeded by (seed, first scenario), and
     torch's global state is neither read nor moved. Another `batch` gives the same dialogues at temperature 0 (but for
@@ -59,6 +63,12 @@ def play(model, chat, users, scenarios, repeats=1, max_turns=5, max_new_tokens=4
     for first in range(0, len(scenarios), size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
         part = scenarios[first:first + size]
+        if kept and first in kept:
+            known(kept[first])
+            episodes += kept[first]
+            if progress is not None:
+                progress.update(len(part) * repeats * max_turns)
+            continue
         jobs = [(s, None) for s in part]
         if states:
             jobs = [(s, assigned[s.id, r]) for s in part for r in range(repeats)]
@@ -81,7 +91,7 @@ def summary(episodes):
     cut: % of replies that hit their budget; malformed: % that lacked the think block that was asked for; distinct_2: different word pairs / word pairs over all replies (falls as
     there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
     ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
-    (0..1) in which each named part of the user's appraisal was not zero.
+    (0..1) in which each named part of the user's appraisal was not zero; gaming: as scores.gaming has it.
     """
     kept = [e for e in episodes if e.finish != "user_failed"]
     final, length = [e.emotion for e in kept], max((len(e.turns) for e in kept), default=0)
@@ -99,7 +109,7 @@ def summary(episodes):
             "finish": dict(Counter(e.finish for e in kept).most_common()),
             "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
-            "parts": {name: count / len(replies) for name, count in fired.most_common()}}
+            "parts": {name: count / len(replies) for name, count in fired.most_common()}, "gaming": gaming([row(e, 0) for e in kept])}
 
 
 def table(s, note):
@@ -110,6 +120,7 @@ def table(s, note):
              f"dialogues           {s['n']} of {s['scenarios']} scenarios; " + ", ".join(f"{k} {v}" for k, v in s["finish"].items())
              + (f"; {s['failed']} left out: their user failed" if s["failed"] else ""),
              f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, {half_up(s['malformed'])} % malformed, distinct-2 {half_up(s['distinct_2'], 2)}",
+             "gaming              " + gaming_line(s["gaming"]),
              "in % of replies     " + ", ".join(f"{name} {half_up(100 * x, 0)}" for name, x in s["parts"].items() if name != "expectation"),
              "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion"]
     lines += [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()]
@@ -133,81 +144,147 @@ def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think
     return results
 
 
-# ---------------------------------------------------------------------------------------------- run
-def row(e, repeat):
+# ---------------------------------------------------------------------------------------------- rows
+def row(e, repeat, **more):
     """One line of --out in SAGE's result format, so that anyone's scorer reads ours: id, emo_point, emo_state, task, history with the emotion at each of
-    the user's lines. Ours besides: intent, split, repeat, finish, state; `cut` of a reply, `parts` of what it did."""
+    the user's lines. Ours besides: intent, split, repeat, finish, state; `cut`, `malformed` and `tokens` of a reply, `parts` of what it did; and `more`."""
     s, history = e.scenario, [{"role": "user", "content": e.opening, "emotion-point": e.start_emotion}]
-    for reply, cut, t in zip(e.replies, e.cuts, e.turns):
+    lengths = Counter(turn for r in e.rows for turn, m in zip(r.turn, r.mask) if m)
+    for i, (reply, cut, t) in enumerate(zip(e.replies, e.cuts, e.turns)):
         planning = {"activity": t.thought, "TargetCompletion": "", "content": "", "analyse": t.thought, "change": t.change}
-        history += [{"role": "assistant", "content": reply, "cut": cut}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
+        history += [{"role": "assistant", "content": reply, "cut": cut, "malformed": bool(e.malformed and e.malformed[i]), "tokens": lengths[i]}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
     return {"id": s.id, "emo_point": e.emotion, "emo_state": "Emotion-" + next(letter for low, letter, _ in BANDS if e.emotion >= low), "target": "eq", "player": s.persona,
-            "scene": s.background, "character": "", "topic": "", "task": s.hidden_need, "history": history, "intent": s.intent, "split": s.split, "repeat": repeat, "finish": e.finish, **({"state": str(e.state)} if e.state else {})}
+            "scene": s.background, "character": "", "topic": "", "task": s.hidden_need, "history": history, "intent": s.intent, "split": s.split, "repeat": repeat, "finish": e.finish, **({"state": str(e.state)} if e.state else {}), **more}
 
 
+def revive(row, scenarios, states):
+    """The Episode that `row` was made of, as far as summary() and the report look at it. scenarios: id -> Scenario; states: text -> State. KeyError where it isn't one of ours."""
+    first, *rest = row["history"]
+    e = Episode(scenarios[row["id"]], states[row["state"]] if "state" in row else None, 0, first["content"], first["emotion-point"], [Row()], finish=row["finish"])
+    for i, (reply, user) in enumerate(zip(rest[::2], rest[1::2])):
+        e.rows[0].policy([0] * reply["tokens"], [0.0] * reply["tokens"], i)
+        e.replies.append(reply["content"]), e.cuts.append(reply["cut"]), e.malformed.append(reply["malformed"])
+        e.turns.append(UserTurn(user["content"], user["emotion-point"], user["planning"]["change"], user["planning"]["analyse"], False, "", False, user["parts"]))
+    return e
+
+
+def finished_batches(path, stamp, scenarios, repeats, size):
+    """What --resume finds in a file of rows: (user, seed, first scenario of the batch) -> its rows, for the batches that are whole. SystemExit where it's another evaluation's."""
+    rows, problems = read_rows(path)
+    for problem in problems:
+        print(f"{problem}; left out", file=sys.stderr)
+    if any(r.get("evaluation") != stamp for r in rows):
+        die(f"--resume: {path} was written by other settings, or another version of the scenarios; give the same flags, or another --out")
+    place, batches = {s.id: i for i, s in enumerate(scenarios)}, {}
+    for r in rows:
+        batches.setdefault((r["user"], r["seed"], place[r["id"]] // size * size), {})[r["id"], r["repeat"]] = r
+    return {k: [found[i] for i in sorted(found, key=lambda i: (place[i[0]], i[1]))] for k, found in batches.items() if len(found) == len(scenarios[k[2]:k[2] + size]) * repeats}
+
+
+# ---------------------------------------------------------------------------------------------- run
 def run(args):
-    """`evaluate.py run`. Every flag is checked before weights are touched. Ctrl-C: reports the batches that are finished."""
+    """`evaluate.py run`. Every flag is checked before weights are touched. Ctrl-C: reports the batches that are finished; --resume goes on with the others."""
     if not 0 <= args.temperature < math.inf or not 0 <= args.seed < 2 ** 40 or args.show < 0:
         die(f"--temperature {args.temperature}, --seed {args.seed}, --show {args.show}: each must be 0 or more (temperature 0 is greedy)")
     out = args.out and Path(args.out)
+    if args.resume and not out:
+        die("--resume: give the --out FILE that was begun")
     if out:
         if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
             die(f"--out {out}: cannot be written; give a file in a folder that exists")
-        if out.exists() and not args.overwrite:
-            die(f"--out {out}: exists; give another name or --overwrite")
+        if out.exists() and not (args.overwrite or args.resume):
+            die(f"--out {out}: exists; give another name, --resume to go on with it, or --overwrite")
     everything = load_scenarios(args.scenarios)
     args.split = args.split or ("all" if everything[0].source == "rlver" else "heldout")
     scenarios = spread(everything if args.split == "all" else load_scenarios(args.scenarios, args.split), args.n)
     check_user(args, scenarios)
+    if args.user2:
+        check_user(second := argparse.Namespace(**{**vars(args), "user": args.user2}), scenarios, "--user2")
+        args.user2 = second.user
+        if args.user2 == args.user:
+            die(f"--user2 {args.user2}: is the first user already")
+    if args.bench == "empa":
+        import empa
+        empa.check(args)
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     resolve(args.model)                                    # last: it may have to be downloaded
     if args.threads:
         torch.set_num_threads(args.threads)
+    seeds, names = range(args.seed, args.seed + args.seeds), [args.user] + [args.user2] * bool(args.user2)
+    n = len(scenarios) * args.repeats
+    what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "think", "max_tokens", "temperature", "batch", "repeats")
+    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype)]).encode("utf-8", "replace")).hexdigest()[:12]
+    done = finished_batches(out, stamp, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
+    if args.resume and out.exists():
+        write_atomically(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for rows in done.values() for r in rows).encode())
 
     print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
-    print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, user {args.user}, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
-    print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats = {len(scenarios) * args.repeats}, up to {args.max_turns} replies of "
+    print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, user {' and '.join(names)}, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
+    print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats{f' x {args.seeds} seeds' * (args.seeds > 1)}{' x 2 users' * bool(args.user2)} = {n * len(seeds) * len(names)}, up to {args.max_turns} replies of "
           f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
     model, tokenizer = load(args.model, dtype, device)
     chat = Chat(tokenizer, model.config.vocab, think=args.think)
-    initial = load(args.init, dtype, device)[0] if args.user == "lm:self" and args.init else model
-    users = make_users(args, (initial, chat), dtype, device)
-    episodes, start, stopped = [], time.time(), ""
+    initial = load(args.init, dtype, device)[0] if "lm:self" in names and args.init else model
+    if args.bench == "empa":
+        return empa.bench(args, scenarios, model, chat, make_users(args, (initial, chat), dtype, device), dtype, device)
+    played, start, stopped, lines, fresh = {}, time.time(), "", [], bool(done)
 
-    def finished(batch):                                   # a batch at a time, so that Ctrl-C loses the batch in play only; SAGE's format has no word for a user that failed
-        rows = [json.dumps(row(e, i % args.repeats), ensure_ascii=False) + "\n" for i, e in enumerate(batch) if e.finish != "user_failed"]
+    def finished(batch, name, seed):                       # a batch at a time, so that Ctrl-C loses the batch in play only; SAGE's format has no word for a user that failed
+        nonlocal fresh
+        rows = [json.dumps(row(e, i % args.repeats, user=name, seed=seed, evaluation=stamp), ensure_ascii=False) + "\n" for i, e in enumerate(batch) if e.finish != "user_failed"]
         if out and rows:                                   # an old file stays until there is a first row
-            with open(out, "a" if any(e.finish != "user_failed" for e in episodes) else "w", encoding="utf-8") as f:
+            with open(out, "a" if fresh else "w", encoding="utf-8") as f:
                 f.writelines(rows)
-        episodes.extend(batch)
+            fresh = True
+        played.setdefault((name, seed), []).extend(batch)
 
-    with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
+    by_id, by_state = {s.id: s for s in scenarios}, {str(z): z for z in STATES}
+    everyone = {}
+    with tqdm(total=n * len(seeds) * len(names) * args.max_turns, unit="reply", leave=False) as bar:
         try:
-            play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature,
-                 args.seed, args.batch, bar, finished, args.states)
+            for name in names:
+                everyone[name] = users = make_users(argparse.Namespace(**{**vars(args), "user": name}), (initial, chat), dtype, device)
+                for seed in seeds:
+                    kept = {first: [revive(r, by_id, by_state) for r in rows] for (u, s, first), rows in done.items() if (u, s) == (name, seed)}
+                    play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature, seed, args.batch, bar,
+                         lambda batch: finished(batch, name, seed), args.states, kept, lambda batch: played.setdefault((name, seed), []).extend(batch))
         except (KeyboardInterrupt, BudgetSpent) as e:
-            stopped = f"\nstopped{f', {e}' if str(e) else ''}: {len(episodes)} of {len(scenarios) * args.repeats} dialogues were finished"
-    if episodes and all(e.finish == "user_failed" for e in episodes):
-        die(f"every simulated user failed{users.trouble()}; nothing was measured")
-    if args.show and episodes:
-        order = sorted(episodes, key=lambda e: -e.emotion)
-        k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
-        for title, part in (("best", order[:k]), ("median", order[middle:middle + k]), ("worst", order[-k:])):
-            for e in part:
-                print(f"\n---- {title}\n{transcript(e)}")
-    result = summary(episodes)
-    print(stopped + "\n" + table(result, users.note) + f"\n\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
-    line = {"label": args.label, "model": args.model, "split": args.split, "seed": args.seed, "repeats": args.repeats, "dynamics": args.dynamics,
-            "max_turns": args.max_turns, "temperature": args.temperature, "note": users.note, "user": args.user, "interaction": "24 states" if args.states else "plain", **result, **users.report()}
+            stopped = f"\nstopped{f', {e}' if str(e) else ''}: {sum(map(len, played.values()))} of {n * len(seeds) * len(names)} dialogues were finished" + (f"; go on with --resume" if out else "")
+    for name in names:
+        episodes, users = [e for (u, _), part in played.items() if u == name for e in part], everyone.get(name)
+        if episodes and all(e.finish == "user_failed" for e in episodes):
+            die(f"every simulated user failed{users.trouble()}; nothing was measured")
+        if not users or not episodes and stopped and lines:
+            continue
+        if args.show and episodes:
+            order = sorted(episodes, key=lambda e: -e.emotion)
+            k, middle = min(args.show, len(order)), max(0, (len(order) - args.show) // 2)
+            for title, part in (("best", order[:k]), ("median", order[middle:middle + k]), ("worst", order[-k:])):
+                for e in part:
+                    print(f"\n---- {title}\n{transcript(e)}")
+        result, by_seed = summary(episodes), [summary(played[name, s])["emotion"] for s in seeds if (name, s) in played]
+        lines.append({"label": args.label, "model": args.model, "split": args.split, "seed": args.seed, "seeds": args.seeds, "repeats": args.repeats, "dynamics": args.dynamics, "max_turns": args.max_turns,
+                      "temperature": args.temperature, "note": users.note, "user": name, "interaction": "24 states" if args.states else "plain", **result, "by_seed": by_seed, **users.report()})
+        print(stopped + "\n" + f"user {name}\n" * (len(names) > 1) + table(result, users.note))
+        if args.seeds > 1 and len(by_seed) > 1 and None not in by_seed:
+            print(f"by seed             {' '.join(map(half_up, by_seed))}: mean {half_up(mean(by_seed))} +- SD {half_up(float(np.std(by_seed, ddof=1)))}")
+    print(f"\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
+    if out and fresh and not stopped:
+        import report                                      # it reads what was just written
+        rows = read_rows(out)[0]
+        page = out.with_suffix(".html")
+        report.page(page, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}")
+        print(f"to look at: {page}")
     if args.record and not stopped:
-        record_result(args.record, line)
+        for line in lines:
+            record_result(args.record, line)
     if args.json:
-        print(json.dumps(line))
+        print(json.dumps({**lines[0], **({"user2": lines[1]} if len(lines) > 1 else {})} if lines else {}))
     return 130 if stopped else 0
 
 
-COMMANDS = {"score": "scores"}                              # command -> the file that does it
+COMMANDS = {"score": "scores", "epm": "empa", "report": "report"}              # command -> the file that does it
 
 
 def main(argv=None):
@@ -221,8 +298,12 @@ def main(argv=None):
         die(f"{argv[0] if argv else 'nothing'} is not a command; there are: {', '.join(['run', *COMMANDS])} (--help after one lists its flags)")
     p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion. With the scripted user that is the rule score of a scripted user, not empathy.")
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")
-    p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch")
+    p.add_argument("--bench", choices=["sage", "empa"], default="sage", help="sage: the final emotion; empa: a --judge moves a deficit turn by turn, up to 45 replies (default: %(default)s)")
+    p.add_argument("--judge", default="scripted", metavar="WHO", help="of --bench empa: scripted (cues, no measure of empathy), lm:MODEL or server:URL#MODEL (default: %(default)s)")
+    p.add_argument("--perturb", action="store_true", help="of --bench empa: judge all again with another's persona, with flattery, and as it is (the judge's noise)")
+    p.add_argument("--out", metavar="FILE", help="write one JSON row a dialogue, batch by batch, and in the end a page to look at beside it")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+    p.add_argument("--resume", action="store_true", help="go on with the --out of an evaluation that was stopped: batches that are whole are not played again")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the N best, median and worst dialogues (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="one line of JSON last")
     p.add_argument("--record", type=writable, metavar="FILE", help="append the result, with command, commit and machine, to this .jsonl (how results/ is made)")
@@ -231,6 +312,7 @@ def main(argv=None):
     p.add_argument("--scenarios", default="data/scenarios.jsonl", metavar="FILE", help="scenario file (default: %(default)s)")
     p.add_argument("--split", choices=[*SPLITS, "all"], help="which scenarios of it (default: heldout; all of an RLVER or SAGE profile file)")
     add_user_flags(p)
+    p.add_argument("--user2", default="", metavar="USER", help="a second user, for whom all is played again: a policy that pleases one simulator only shows (default: none)")
     p.add_argument("--n", type=positive(int), help="scenarios, taken evenly over the intentions (default: all of the split)")
     p.add_argument("--repeats", type=positive(int), default=4, help="dialogues per scenario (default: %(default)s)")
     p.add_argument("--dynamics", default="sage", choices=sorted(DYNAMICS), help="sage: from 40, fails below 10; rlver: from 30, fails at 0 (default: %(default)s)")
@@ -241,12 +323,16 @@ def main(argv=None):
     p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
+    p.add_argument("--seeds", type=positive(int), default=1, help="how many seeds from --seed on; more than one: also mean +- SD over them, as the papers print (default: %(default)s)")
     # ---- machine
     p.add_argument("--batch", type=positive(int), default=64, help="dialogues at a time (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto = cuda, then mps, then cpu (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     args, given = p.parse(argv[1:])
+    if args.bench == "empa":
+        args.max_turns, args.max_tokens = (args.max_turns if "max_turns" in given else 45), (args.max_tokens if "max_tokens" in given else 8192)
+        given |= {"max_turns", "max_tokens"}
     config, args.init = Path(args.model) / "config.json", None
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
         saved = read_json(config)

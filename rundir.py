@@ -4,6 +4,7 @@ A run's folder, and the command line that made it. Knows nothing of dialogues, r
     runs/<name>/config.json      every flag, as used
                 metrics.jsonl    one line a step
                 samples/         whole dialogues as text
+                report.html      curves, and dialogues of the dev split before RL and now (from dev_first.jsonl, dev_last.jsonl)
                 checkpoint/      state.pt: weights, optimizer, counters; one file, replaced atomically
                 best/            the best policy by dev score, an HF folder
 

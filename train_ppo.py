@@ -25,6 +25,7 @@ from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_user, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
 from model import Critic, token_logprobs
+from report import training_page
 from rollout import AFTER, Chat, check_budget, critic_rows, marked, rollout, training_batches, transcript
 from rubric import REWARDS, score
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
@@ -372,14 +373,16 @@ def main(argv=None):
         Where the user can't go on, saves first, then ends the program."""
         nonlocal best
         try:
-            found = evaluate.summary(evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk))
+            played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             checkpoint(record["step"], record)
             die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+        found = evaluate.summary(played)
         if found["n"] == 0:
             checkpoint(record["step"], record)
             die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
         record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
+        training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
             best = found["outcome"]
             save(model, tokenizer, run.path / "best", base=str(init))
@@ -463,7 +466,7 @@ def main(argv=None):
         except BudgetSpent as e:
             die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print(f"best policy: {run.path}/best    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
+    print(f"best policy: {run.path}/best    to look at: {run.path}/report.html    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 
 
 if __name__ == "__main__":

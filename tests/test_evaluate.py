@@ -277,3 +277,66 @@ def test_chat_with_piped_input_and_with_ctrl_c(tiny_folder):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "Traceback" not in err
+
+
+# ---------------------------------------------------------------------------------------------- several seeds, a second user, going on
+def test_a_stopped_evaluation_goes_on_and_ends_as_the_unbroken_one(tiny_folder, tmp_path, monkeypatch, capsys):
+    """Stopped in the third of six batches, the last line of the file cut: the same rows and the same figures, and no batch played twice."""
+    flags = ["run", "--model", tiny_folder, *RUN, "--batch", "2", "--seeds", "2", "--states", "--json"]
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert evaluate.main([*flags, "--out", str(whole)]) == 0
+    expected = json.loads(capsys.readouterr().out.splitlines()[-1])
+    calls, real = [], evaluate.rollout
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(evaluate, "rollout", interrupted)
+    assert evaluate.main([*flags, "--out", str(part)]) == 130 and "--resume" in capsys.readouterr().out
+    part.write_text(part.read_text()[:-40])                                  # killed in the middle of a line
+    assert evaluate.main([*flags, "--out", str(part), "--resume"]) == 0
+    captured = capsys.readouterr()
+    assert len(calls) == 4 + 4 and "part.jsonl:6" in captured.err            # batches 3 to 6: the third is not whole
+    assert json.loads(captured.out.splitlines()[-1]) == expected
+    rows = lambda path: sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda r: (r["seed"], r["id"], r["repeat"]))
+    assert rows(part) == rows(whole) and {r["seed"] for r in rows(whole)} == {0, 1}
+    assert len(expected["by_seed"]) == 2 and expected["n"] == 12 and np.mean(expected["by_seed"]) == pytest.approx(expected["emotion"])
+    for wrong in (["--seed", "0", "--temperature", ".5"], ["--max_turns", "1"], ["--n", "2"]):
+        with pytest.raises(SystemExit) as e:
+            evaluate.main([*flags, *wrong, "--out", str(part), "--resume"])
+        assert e.value.code == 2 and "other settings" in capsys.readouterr().err and rows(part) == rows(whole)
+    with pytest.raises(SystemExit):
+        evaluate.main([*flags, "--resume"])
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_revived_episode_has_the_summary_of_the_first(tiny_chat):
+    played = play(*tiny_chat, ScriptedUsers(), HELDOUT[:3], repeats=2, max_turns=3, max_new_tokens=6, states=True)
+    again = [evaluate.revive(json.loads(json.dumps(evaluate.row(e, 0))), {s.id: s for s in HELDOUT}, {str(z): z for z in evaluate.STATES}) for e in played]
+    assert summary(again) == summary(played)
+
+
+def test_two_users_in_one_command(tiny_folder, tmp_path, monkeypatch, capsys):
+    """The second user plays everything again: rows and a summary of its own, the same dialogues otherwise."""
+    class Grumpy(ScriptedUsers):
+        note = "a second user"
+        def respond(self, users, replies, cuts):
+            return [UserTurn("no", 5, -35, "no", True, "failure", False, {"no": -35.0}) for _ in users]
+    real = evaluate.make_users
+    monkeypatch.setattr(evaluate, "check_user", lambda *a: None)
+    monkeypatch.setattr(evaluate, "make_users", lambda args, *a: Grumpy("sage", 2) if args.user == "grumpy" else real(args, *a))
+    out = tmp_path / "rows.jsonl"
+    assert evaluate.main(["run", "--model", tiny_folder, *RUN, "--user2", "grumpy", "--out", str(out), "--json"]) == 0
+    text = capsys.readouterr().out
+    line = json.loads(text.splitlines()[-1])
+    assert line["user"] == "scripted" and line["user2"]["user"] == "grumpy" and line["user2"]["emotion"] == 5 and line["emotion"] > 5 and line["n"] == line["user2"]["n"] == 6
+    assert "user grumpy" in text and len(out.read_text().splitlines()) == 12
+    page = out.with_suffix(".html").read_text()
+    assert "user scripted" in page and "user grumpy" in page
+    monkeypatch.undo()
+    for wrong in ("scripted", "nobody"):
+        with pytest.raises(SystemExit):
+            evaluate.main(["run", "--model", tiny_folder, *RUN, "--user2", wrong])
+        assert "--user2" in capsys.readouterr().err
