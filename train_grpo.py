@@ -65,9 +65,9 @@ p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, ev
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
 p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
-p.add_argument("--credit", choices=["trajectory", "turn"], help="* trajectory: one advantage a dialogue (RLVER); turn: discounted emotion changes, one a reply (MICA's G_t)")
-p.add_argument("--gamma", type=nonnegative(float), default=0.85, help="discount per turn of --credit turn (default: %(default)s, MICA)")
-p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this) (default: %(default)s, in reward units)")
+p.add_argument("--credit", choices=["trajectory", "turn", "mica"], help="* trajectory: one advantage a dialogue (RLVER); turn: discounted emotion changes, one a reply (MICA's G_t); mica: half of that, half the change itself against all of the group's")
+p.add_argument("--gamma", type=nonnegative(float), default=0.85, help="discount per turn of --credit turn and mica (default: %(default)s, MICA)")
+p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this), but for --credit mica (default: %(default)s, in reward units)")
 # ---- loss and optimiser
 p.add_argument("--steps", type=positive(int), help="* batches of groups x group_size new dialogues")
 p.add_argument("--minibatches", type=positive(int), help="* optimiser steps per pass over a batch of dialogues, each on its share of the groups")
@@ -103,21 +103,39 @@ def trajectory_advantages(rewards, group_size, floor):
     return advantages, flat / (len(rewards) // group_size)
 
 
+def discounted(turns, gamma):
+    """G_t = sum_k>=t gamma^(k-t) r_k: discounted([0, 1], 0.5) == [0.5, 1.0]."""
+    G, future = [], 0.0
+    for r in reversed(turns):
+        future = r + gamma * future
+        G.append(future)
+    return G[::-1]
+
+
 def turn_advantages(rewards, group_size, floor, gamma):
     """Turn-level credit: returns G_t = sum_k>=t gamma^(k-t) r_k of the emotion changes, compared within the group at the same
     turn index: (G_t - mean_t) / max(std_t, floor). A turn that one dialogue alone reached gets 0. Same returns as above."""
     advantages, flat = [], 0
     for g in range(0, len(rewards), group_size):
-        returns = []
-        for r in rewards[g:g + group_size]:
-            G, future = [], 0.0
-            for change in reversed(r.turns if r is not None else []):
-                future = change + gamma * future
-                G.append(future)
-            returns.append(G[::-1])
+        returns = [discounted([] if r is None else r.turns, gamma) for r in rewards[g:g + group_size]]
         columns = [np.array([G[t] for G in returns if len(G) > t]) for t in range(max(map(len, returns)))]
         flat += all(np.ptp(c) == 0 for c in columns)
         advantages += [[float((x - c.mean()) / max(c.std(), floor)) if np.ptp(c) > 0 else 0.0 for x, c in zip(G, columns)] for G in returns]
+    return advantages, flat / (len(rewards) // group_size)
+
+
+def mica_advantages(rewards, group_size, gamma):
+    """MICA: A = A_turn / 2 + A_group / 2. A_turn: z-score of G_t over the group's dialogues at the same turn index, 0 where one dialogue alone got that far;
+    A_group: z-score of r_t over all turns of the group. Population std + 1e-8, no floor. Same returns as above."""
+    advantages, flat = [], 0
+    for g in range(0, len(rewards), group_size):
+        turns = [[] if r is None else r.turns for r in rewards[g:g + group_size]]
+        returns = [discounted(t, gamma) for t in turns]
+        columns = [np.array([G[t] for G in returns if len(G) > t]) for t in range(max(map(len, returns)))]
+        every = np.array([r for t in turns for r in t])
+        flat += len(every) == 0 or np.ptp(every) == 0 and all(np.ptp(c) == 0 for c in columns)
+        z = lambda x, values: 0.0 if np.ptp(values) == 0 else float((x - values.mean()) / (values.std() + 1e-8))
+        advantages += [[0.5 * z(x, c) + 0.5 * z(r, every) for x, r, c in zip(G, t, columns)] for G, t in zip(returns, turns)]
     return advantages, flat / (len(rewards) // group_size)
 
 
@@ -298,6 +316,8 @@ def main(argv=None):
             rewards = score(episodes, args.reward)
             if args.credit == "turn":
                 advantages, flat = turn_advantages(rewards, args.group_size, args.std_floor, args.gamma)
+            elif args.credit == "mica":
+                advantages, flat = mica_advantages(rewards, args.group_size, args.gamma)
             else:
                 advantages, flat = trajectory_advantages(rewards, args.group_size, args.std_floor)
             metrics = update(args, model, reference, optimizer, chat, episodes, advantages)

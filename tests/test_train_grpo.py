@@ -19,7 +19,7 @@ from rollout import rollout
 from rubric import Reward, score
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
-from train_grpo import policy_loss, trajectory_advantages, turn_advantages, update
+from train_grpo import mica_advantages, policy_loss, trajectory_advantages, turn_advantages, update
 
 SCENARIOS = str(ROOT / "data" / "scenarios.jsonl")
 ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1, epochs=1)
@@ -62,6 +62,23 @@ def test_turn_advantages_by_brute_force():
                 want = 0.0 if len(peers) == 1 else (G(rewards[i]) - np.mean(peers)) / max(np.std(peers), 0.03)
                 assert abs(adv[i][t] - want) < 1e-9
             assert len(adv[i]) == len(turns)
+
+
+def test_mica_advantages_by_brute_force():
+    """The worked example, gamma .85, and a group with a failed user; the third turn of the second group is reached by one dialogue alone."""
+    for turns in ([[1, 2, 0], [0, 1], [2, 2, 2], [0, 0, 1]], [[.1, -.2], [.3, .1, .05], None, [.0, .2]]):
+        adv, flat = mica_advantages([None if t is None else reward(*t) for t in turns], 4, 0.85)
+        known = [t for t in turns if t is not None]
+        G = {(i, t): sum(0.85 ** (k - t) * r[k] for k in range(t, len(r))) for i, r in enumerate(turns) if r for t in range(len(r))}
+        every = [r for t in known for r in t]
+        for (i, t), x in G.items():
+            peers = [v for (_, u), v in G.items() if u == t]
+            a_turn = 0.0 if len(peers) == 1 else (x - np.mean(peers)) / (np.std(peers) + 1e-8)
+            assert adv[i][t] == pytest.approx(0.5 * a_turn + 0.5 * (turns[i][t] - np.mean(every)) / (np.std(every) + 1e-8))
+        assert [len(a) for a in adv] == [len(t or []) for t in turns] and flat == 0
+    # by hand, first turn: G = 2.7, .85, 5.145, .7225; its r = 1 is the mean of all eleven
+    adv, _ = mica_advantages([reward(*t) for t in ([1, 2, 0], [0, 1], [2, 2, 2], [0, 0, 1])], 4, 0.85)
+    assert adv[0][0] == pytest.approx(0.5 * (2.7 - 2.354375) / np.std([2.7, .85, 5.145, .7225]))
 
 
 def test_a_failed_user_leaves_the_statistics(batch):
@@ -139,7 +156,7 @@ def test_pitfall_22_every_parameter_gets_a_gradient(batch):
 
 def test_pitfall_23_equal_rewards_give_exactly_zero_gradient_and_are_counted(batch):
     model, chat, episodes = batch
-    for fn in (lambda r: trajectory_advantages(r, 3, 0.03), lambda r: turn_advantages(r, 3, 0.03, 0.85)):
+    for fn in (lambda r: trajectory_advantages(r, 3, 0.03), lambda r: turn_advantages(r, 3, 0.03, 0.85), lambda r: mica_advantages(r, 3, 0.85)):
         adv, flat = fn([reward(*[0.1] * len(e.turns)) for e in episodes[:1] * 3] + [reward(*[0.1] * len(e.turns)) for e in episodes[3:4] * 3])
         assert flat == 1.0 and all(x == 0 for a in adv for x in a)
     got, _ = gradient(model, chat, episodes, [[0.0] * len(e.turns) for e in episodes])
