@@ -192,6 +192,8 @@ def run(args):
     if out:
         if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
             die(f"--out {out}: cannot be written; give a file in a folder that exists")
+        if out.suffix == ".html":
+            die(f"--out {out}: is for rows; the page gets this name by itself, so give something like {out.with_suffix('.jsonl')}")
         if out.exists() and not (args.overwrite or args.resume):
             die(f"--out {out}: exists; give another name, --resume to go on with it, or --overwrite")
     everything = load_scenarios(args.scenarios)

@@ -165,7 +165,7 @@ BAD = [(["--temperatur", ".5"], "did you mean --temperature?"), (["--temp", ".5"
        (["--max_turns", "0"], "--max_turns"), (["--max_new_tokens", "x"], "--max_new_tokens"), (["--batch", "0"], "--batch"), (["--temperature", "-1"], "--temperature"),
        (["--temperature", "nan"], "--temperature"), (["--seed", "-1"], "--seed"), (["--split", "test"], "heldout"), (["--scenarios", "nowhere.jsonl"], "nowhere.jsonl"),
        (["--model", "nowhere/at/all"], "nowhere/at/all"), (["--dtype", "fp16"], "fp16"), (["--dynamics", "slow"], "rlver"), (["--out", "nowhere/rows.jsonl"], "nowhere/rows.jsonl"),
-       (["--out", "."], "--out"), (["stray"], "stray")]
+       (["--out", "."], "--out"), (["--out", "rows.html"], "rows.jsonl"), (["--resume"], "--out"), (["stray"], "stray")]
 
 
 @pytest.mark.parametrize("flags,word", BAD, ids=[" ".join(f) for f, _ in BAD])
