@@ -7,6 +7,7 @@ models, significance stars, a single "score" without its interval.
 
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
+    python evaluate.py aeb --models A,B --think both                           adversarial users (aeb.py)
 """
 import importlib
 import json
@@ -207,7 +208,7 @@ def run(args):
     return 130 if stopped else 0
 
 
-COMMANDS = {}                                              # command -> the file that does it
+COMMANDS = {"aeb": "aeb"}                                  # command -> the file that does it
 
 
 def main(argv=None):
