@@ -7,6 +7,8 @@ models, significance stars, a single "score" without its interval.
 
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
+    python evaluate.py score FILE...        result rows, anyone's (scores.py)          python evaluate.py report FILE...       one page to look at (report.py)
+    python evaluate.py epm FILE...          EMPA's runs (empa.py)                      python evaluate.py aeb --models A,B     adversarial users (aeb.py)
 """
 import argparse
 import hashlib
@@ -286,7 +288,7 @@ def run(args):
     return 130 if stopped else 0
 
 
-COMMANDS = {"score": "scores", "epm": "empa", "report": "report"}              # command -> the file that does it
+COMMANDS = {"score": "scores", "epm": "empa", "aeb": "aeb", "report": "report"}      # command -> the file that does it
 
 
 def main(argv=None):

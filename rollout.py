@@ -125,6 +125,7 @@ class Episode:
     cuts: list = field(default_factory=list)               # reply hit its token budget
     malformed: list = field(default_factory=list)          # reply lacked the think block that was asked for
     beyond: list = field(default_factory=list)             # ids up to the next reply that never was, where the dialogue was truncated
+    asides: list = field(default_factory=list)             # where asked for: what the policy said aside, as text, after the user's line of each turn
     states: list = field(default_factory=list)             # where asked for: hidden states (tokens, D) before the policy tokens of each reply, then (1, D) after `beyond`
     finish: str = ""
 
@@ -154,8 +155,19 @@ def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
         die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
 
 
+def aside(model, chat, cache, begun, max_new_tokens):
+    """How the policy goes on, greedily, where the environment has begun its next reply with the text `begun`. -> one text per row of the cache.
+
+    The dialogue never knows: the cache is wound back, so that the slots written here are overwritten before they can be read, and no dice are used up."""
+    before, banned = cache.n.clone(), chat.banned.to(cache.n.device)
+    hidden = append(model, cache, [chat.plain(begun)] * len(before))                                  # (B, D)
+    tokens, _ = sample(model, cache, hidden, [max_new_tokens] * len(before), {chat.eot}, banned, temperature=0, generator=torch.Generator())
+    cache.n.copy_(before)
+    return [chat.text(t) for t in tokens]
+
+
 @torch.no_grad()
-def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None, keep_states=False):
+def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None, keep_states=False, probe=None):
     """Play len(jobs) x copies dialogues to their end. jobs: list of (scenario, state). -> list[Episode], the copies of a job adjacent.
 
     `users` is the population: users.prepare(jobs), once; users.start(scenario, state) -> a user with .opening and .emotion; and
@@ -164,8 +176,10 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     tokens. With chat.think each turn is a row of its own: earlier thoughts leave the context, the cache is wound back to before the reply and
     reads on with what was heard. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
     needed any more counts as made. keep_states: fill Episode.states, which sampling has computed anyway, for a critic on the policy's trunk;
-    (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M.
+    (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M. probe: (text, tokens) of an aside after each turn, the last one included, for
+    Episode.asides; it enters no row and no later context. A turn whose user failed has none.
     """
+    assert not (probe and keep_states), "a critic's last state is read after AFTER tokens, an aside after the whole line"
     device = model.model.embed_tokens.weight.device
     banned = chat.banned.to(device)
     users.prepare(jobs)
@@ -221,7 +235,10 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 if keep_states:
                     cut.append(i)
                     cut_chunks.append(chunk[:len(chunk) - len(between) + AFTER])
-            elif not e.finish:
+            if e.finish and probe and not answer.failed:   # the user's last line is read for the aside's sake only
+                cut.append(i)
+                cut_chunks.append(chunk)
+            if not e.finish:
                 if chat.think:
                     e.rows.append(Row())
                     between = context + between
@@ -235,7 +252,10 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
         cache.permute(keep + cut + sorted(set(range(len(talks))) - set(keep + cut)))
         cache = cache.first(len(keep + cut))
         hidden = append(model, cache, chunks + cut_chunks)                                            # (live + cut, D)
-        for i, state in zip(cut, hidden[len(keep):]):
+        if probe:
+            for i, text in zip(keep + cut, aside(model, chat, cache, *probe)):
+                talks[i][0].asides.append(text)
+        for i, state in zip(cut, hidden[len(keep):] if keep_states else []):
             talks[i][0].states.append(state[None])
         if not keep:
             break
