@@ -207,7 +207,7 @@ def run(args):
     return 130 if stopped else 0
 
 
-COMMANDS = {}                                              # command -> the file that does it
+COMMANDS = {"eqbench": "eqbench"}                          # command -> the file that does it
 
 
 def main(argv=None):
