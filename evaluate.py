@@ -288,7 +288,7 @@ def run(args):
     return 130 if stopped else 0
 
 
-COMMANDS = {"score": "scores", "epm": "empa", "aeb": "aeb", "report": "report"}      # command -> the file that does it
+COMMANDS = {"score": "scores", "epm": "empa", "eqbench": "eqbench", "aeb": "aeb", "report": "report"}      # command -> the file that does it
 
 
 def main(argv=None):
