@@ -22,8 +22,8 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--paper);max-width:1080px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid var(--line)}
 table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.25em .55em;text-align:right;border-bottom:1px solid var(--line)}td{white-space:nowrap}th{font-weight:600;color:var(--faint);vertical-align:bottom}td:first-child,th:first-child{text-align:left}
-figure{margin:1em 0;overflow-x:auto}figcaption,.faint{color:var(--faint);font-size:.88em}svg text{fill:var(--text);font-size:11px}svg .axis{stroke:var(--line)}
-details{background:var(--box);border-radius:6px;margin:.5em 0;padding:.4em .8em}summary{cursor:pointer}.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 1em}
+figure{margin:1em 0;overflow-x:auto}figcaption,.faint{color:var(--faint);font-size:.88em}svg{max-width:100%;height:auto}svg text{fill:var(--text);font-size:11px}svg .axis{stroke:var(--line)}
+details{background:var(--box);border-radius:6px;margin:.5em 0;padding:.4em .8em}summary{cursor:pointer}.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:0 1em}.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 1em}
 .talk p{margin:.35em 0;overflow-wrap:anywhere}.who{color:var(--faint);font-size:.8em;display:block}.user{border-left:3px solid var(--line);padding-left:.6em}.policy{border-left:3px solid var(--c1);padding-left:.6em}
 .meter{font-variant-numeric:tabular-nums;font-size:.85em;color:var(--faint)}.up{color:var(--up)}.down{color:var(--down)}.key span{display:inline-block;margin-right:1.2em}.key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
 """
@@ -39,15 +39,17 @@ def line_chart(title, x_label, y_label, lines, y_max=None):
     lines = [(k, *line) for k, line in enumerate(lines) if line[1]]
     if not lines:
         return ""
-    W, H, left, bottom, top = 640, 260, 52, 40, 12
+    W, H, left, bottom, top = 640, 260, 64, 40, 12
     xs, ys = [x for _, _, a, *_ in lines for x in a], [y for _, _, _, b, lows, highs in lines for part in (b, lows or [], highs or []) for y in part if y is not None]
     x0, x1, y0 = min(xs), max(max(xs), min(xs) + 1), 0 if y_max else min(0, *ys)
-    y1 = y_max or max(max(ys), y0 + 1e-9) * 1.05
+    rough = ((y_max or max(max(ys), y0 + 1e-9)) - y0) / 4
+    tick = next(m for m in 10.0 ** np.floor(np.log10(rough)) * np.array([1, 2, 2.5, 5, 10]) if m >= rough * 0.9999)      # a round step, 4 of them
+    y0 = np.floor(y0 / tick) * tick
+    y1 = y_max or max(np.ceil(max(ys) / tick) * tick, y0 + tick)
     X = lambda x: left + (x - x0) / (x1 - x0) * (W - left - 12)
     Y = lambda y: H - bottom - (y - y0) / (y1 - y0) * (H - bottom - top)
     out = [f'<svg viewBox="0 0 {W} {H}" width="{W}" height="{H}" role="img" aria-label="{escape(title)}">']
-    for i in range(5):
-        y = y0 + (y1 - y0) * i / 4
+    for y in np.arange(y0, y1 + tick / 2, tick):
         out.append(f'<line class="axis" x1="{left}" x2="{W - 12}" y1="{Y(y):.1f}" y2="{Y(y):.1f}"/><text x="{left - 6}" y="{Y(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>')
     step = max(1, -(-round(x1 - x0) // 12))
     out += [f'<text x="{X(x):.1f}" y="{H - bottom + 16}" text-anchor="middle">{x:g}</text>' for x in np.arange(x0, x1 + 1e-9, step)]
@@ -171,8 +173,8 @@ def page(path, named, note="", metrics=(), title="nanoempathy: evaluation"):
     if metrics:
         lines = lambda *names: [(n, [m["step"] for m in metrics if m.get(n) is not None], [m[n] for m in metrics if m.get(n) is not None], None, None) for n in names]
         legend = lambda *names: '<p class="key">' + "".join(f'<span><i style="background:{colour(k)}"></i>{escape(n)}</span>' for k, n in enumerate(names)) + "</p>"
-        parts += ["<h2>Training</h2>", legend("emotion in training", "emotion on the dev split"), line_chart("Final emotion by step", "step", "emotion", lines("emotion", "dev_emotion"), 100),
-                  *(line_chart(what, "step", name, lines(name)) for name, what in (("entropy", "Entropy of the policy, nats a token"), ("kl", "KL from the sampling policy, nats a token"), ("tokens", "Mean reply length, tokens")))]
+        parts += ["<h2>Training</h2>", legend("emotion in training", "emotion on the dev split"), '<div class="charts">', line_chart("Final emotion by step", "step", "emotion", lines("emotion", "dev_emotion"), 100),
+                  *(line_chart(what, "step", name, lines(name)) for name, what in (("entropy", "Entropy of the policy, nats a token"), ("kl", "KL from the sampling policy, nats a token"), ("tokens", "Mean reply length, tokens"))), "</div>"]
     parts += ["<h2>Emotion by turn</h2>", key, emotion_chart(named)]
     for title_, kind in (("By hidden intention", "intents"), ("By interaction state", "states")):
         groups = list(dict.fromkeys(g for s in scores for g in s[kind]))

@@ -57,7 +57,7 @@ def test_best_worst_and_pairs():
 def test_chart_maps_values_to_places():
     svg = line_chart("t", "x", "y", [("one", [0, 10], [0, 100], [None, 90], [None, 100])], 100)
     places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', svg)]
-    assert places == [(52, 220), (628, 12)] and svg.count("<polygon") == 1 and line_chart("t", "x", "y", [("one", [], [], None, None)]) == ""
+    assert places == [(64, 220), (628, 12)] and svg.count("<polygon") == 1 and line_chart("t", "x", "y", [("one", [], [], None, None)]) == ""
 
 
 def test_training_page_compares_with_the_first_evaluation(tmp_path):
