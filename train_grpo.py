@@ -193,7 +193,7 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
-    check_user(args, train + dev + heldout)
+    check_user(args, train + dev + heldout, training=True)
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
