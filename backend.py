@@ -6,6 +6,7 @@ prompt is a list of chat messages. Left out on purpose: streaming, tools, a sche
 has a time-out, a bounded number of tries and a budget, and what failed is None, never an exception in the middle of a batch.
 
     --user scripted                          the rules of appraisal.py (default)
+    --user scripted-b                        the other rules of user_b.py, held back for evaluation
     --user lm                                Qwen/Qwen3-4B, thinking off, on the policy's device; wants a GPU
     --user lm:MODEL                          another model: hub name, HF folder, .gguf, or smollm2-135m
     --user lm:self                           the policy as it was before RL
@@ -31,7 +32,10 @@ from model import Cache, append, sample
 from rollout import Chat
 from rundir import die, nonnegative, positive, read_json, write_atomically
 from simulator import KINDS, LanguageUsers, ScriptedUsers
+from user_b import ScriptedUsersB
 from weights import cache_folder, load, resolve
+
+SCRIPTED = {"scripted": ScriptedUsers, "scripted-b": ScriptedUsersB}      # by rules: no model is loaded; both pass the battery (qualify.py)
 
 
 # ---------------------------------------------------------------------------------------------- a model of our own engine
@@ -190,7 +194,7 @@ class Server:
 # ---------------------------------------------------------------------------------------------- flags
 def add_user_flags(p):
     """The flags that say who the user is, alike in every script that plays dialogues."""
-    p.add_argument("--user", default="scripted", help="scripted | lm (Qwen/Qwen3-4B) | lm:MODEL (hub name, folder, .gguf, smollm2-135m) | lm:self (the policy before RL) | server:URL#MODEL (default: %(default)s)")
+    p.add_argument("--user", default="scripted", help="scripted | scripted-b (a second one, for evaluation only) | lm (Qwen/Qwen3-4B) | lm:MODEL (hub name, folder, .gguf, smollm2-135m) | lm:self (the policy before RL) | server:URL#MODEL (default: %(default)s)")
     p.add_argument("--user_kind", default="vanilla", choices=sorted(KINDS), help="of a language user; vanilla: warms to any sincere support; challenging: only to what serves its hidden need (default: %(default)s)")
     p.add_argument("--appraise", default="text", choices=["text", "logits"], help="how a language user's change is read; text: it writes a number; logits: expectation over five answers, deterministic and cheap (default: %(default)s)")
     p.add_argument("--max_change", type=positive(int), default=10, help="most points that one reply moves a language user by --appraise text; RLVER's release has no limit: 100 (default: %(default)s)")
@@ -207,14 +211,16 @@ def add_server_flags(p):
     p.add_argument("--server_calls", type=nonnegative(int), default=0, help="calls, counted from each start, after which the run saves and stops; 0 = no limit (default: %(default)s)")
 
 
-def check_user(args, scenarios, flag="--user"):
-    """SystemExit on a --user that can't be, before any weights are loaded. Fills in the model that `lm` alone stands for."""
+def check_user(args, scenarios, flag="--user", training=False):
+    """SystemExit on a --user that can't be, or, for training, must not be, before any weights are loaded. Fills in the model that `lm` alone stands for."""
+    if training and args.user == "scripted-b":
+        die("--user scripted-b is kept for evaluation; train on scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
     if args.user == "lm":
         args.user = "lm:Qwen/Qwen3-4B"
-    if args.user not in ("scripted", "lm:self"):
-        check_backend(flag, args.user, args, "scripted, lm, lm:MODEL, lm:self, or server:URL#MODEL")
+    if args.user not in (*SCRIPTED, "lm:self"):
+        check_backend(flag, args.user, args, "scripted, scripted-b, lm, lm:MODEL, lm:self, or server:URL#MODEL")
     foreign = next((s for s in scenarios if s.language != "en"), None)
-    if args.user == "scripted" and foreign is not None:
+    if args.user in SCRIPTED and foreign is not None:
         die(f"{flag} {args.user} understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --user lm:MODEL or server:URL#MODEL")
 
 
@@ -252,13 +258,13 @@ def make_backend(spec, args, dtype, device):
 
 def user_name(args):
     """What was, or wasn't, qualified, as flags: the model with the way it is read. Users of both kinds share a verdict."""
-    return args.user if args.user == "scripted" else f"{args.user}{f' --model {args.model}' if args.user == 'lm:self' else ''} --appraise {args.appraise}"
+    return args.user if args.user in SCRIPTED else f"{args.user}{f' --model {args.model}' if args.user == 'lm:self' else ''} --appraise {args.appraise}"
 
 
 def verdicts():
     """user name -> bool, as `simulator.py qualify` left them in the user's cache."""
     path = cache_folder() / "qualified.json"
-    return {"scripted": True, **(read_json(path) if path.is_file() else {})}
+    return {**dict.fromkeys(SCRIPTED, True), **(read_json(path) if path.is_file() else {})}
 
 
 def remember(args, qualified):
@@ -271,8 +277,8 @@ def make_users(args, policy, dtype, device, loud=True):
     if loud and not verdicts().get(user_name(args)):
         print(f"WARNING: the user {user_name(args)} has {'failed' if user_name(args) in verdicts() else 'not taken'} the battery: its emotion may mean little; "
               f"see python simulator.py qualify --user {user_name(args)}", flush=True)
-    if args.user == "scripted":
-        return ScriptedUsers(args.dynamics, args.max_turns)
+    if args.user in SCRIPTED:
+        return SCRIPTED[args.user](args.dynamics, args.max_turns)
     if args.user == "lm:self":
         model, chat = policy[0], Chat(policy[1].tokenizer, policy[0].config.vocab)     # a user speaks without thinking aloud, whatever the policy does
         adapted = any(k.endswith("lora_a") for k, _ in model.named_parameters())

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from appraisal import INTENTS, words
-from backend import BudgetSpent, add_user_flags, check_user, make_users
+from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
 from rollout import Chat, Episode, Row, check_budget, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_scenarios
@@ -133,16 +133,18 @@ def table(s, note):
 
 
 def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, **talk):
-    """What a training script prints last: the same held-out dialogues played with each of its models. folders: name -> HF folder; talk: as play has it.
-    -> name -> summary."""
-    results = {}
+    """What a training script prints last: the same held-out dialogues played with each of its models, by its user and by scripted-b, which no policy was trained on: a
+    gain that only the first sees is a gain in pleasing that one. folders: name -> HF folder; talk: as play has it. -> name -> summary, and under "scripted-b" the second one (None: not English)."""
+    results, second = {}, SCRIPTED["scripted-b"](users.dynamics, talk["max_turns"]) if all(s.language == "en" for s in scenarios) else None
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
-        with tqdm(total=len(scenarios) * repeats * talk["max_turns"], desc=f"held-out, {name}", unit="reply", leave=False) as bar:
-            results[name] = summary(play(model, Chat(tokenizer, model.config.vocab, think=think), users, scenarios, repeats, seed=seed, progress=bar, **talk))
+        with tqdm(total=len(scenarios) * repeats * talk["max_turns"] * (1 + bool(second)), desc=f"held-out, {name}", unit="reply", leave=False) as bar:
+            first, other = (u and summary(play(model, Chat(tokenizer, model.config.vocab, think=think), u, scenarios, repeats, seed=seed, progress=bar, **talk)) for u in (users, second))
+        results[name] = {**first, "scripted-b": other}
     print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, final emotion (0-100), {users.note}:")
     for name, r in results.items():
-        print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %")
+        print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %"
+              + (f"   scripted-b, unseen {half_up(b['emotion'])}  {half_up(b['low'])} .. {half_up(b['high'])}" if (b := r["scripted-b"]) else ""))
     return results
 
 

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from appraisal import INTENTS, TABLES
-from backend import BudgetSpent, add_user_flags, check_user, make_users, remember, user_name
+from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users, remember, user_name
 from rollout import Chat
 from rundir import Flags, die, positive, record_result, writable
 from scenarios import Scenario, read_lines, row_problem
@@ -119,7 +119,7 @@ def main(argv=None):
         model, tokenizer = load(args.model, dtype, device)
         policy = model, Chat(tokenizer, model.config.vocab)
     users = make_users(args, policy, dtype, device, loud=False)
-    with tqdm(total=len(rows) * 14 * (3 if args.appraise == "logits" and args.user != "scripted" else 1), desc="appraisals", leave=False) as bar:
+    with tqdm(total=len(rows) * 14 * (3 if args.appraise == "logits" and args.user not in SCRIPTED else 1), desc="appraisals", leave=False) as bar:
         try:
             result = qualify(users, rows, bar.update)
         except (BudgetSpent, UserFailed) as e:

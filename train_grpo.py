@@ -82,7 +82,7 @@ p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tok
 # ---- output
 p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
 p.add_argument("--save_every", type=positive(int), default=5, help="steps between checkpoints (default: %(default)s)")
-p.add_argument("--final_repeats", type=nonnegative(int), default=2, help="dialogues per held-out scenario in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
+p.add_argument("--final_repeats", type=nonnegative(int), default=1, help="dialogues per held-out scenario and user (this one and scripted-b) in the closing base / cold start / RL table; 0 = no table (default: %(default)s)")
 
 
 # ---------------------------------------------------------------------------------------------- advantages
@@ -212,7 +212,7 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
-    check_user(args, train + dev + heldout)
+    check_user(args, train + dev + heldout, training=True)
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
