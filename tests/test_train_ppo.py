@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import backend
 import train_grpo
 import train_ppo
 from conftest import ROOT, hf_model, ours
@@ -613,7 +614,7 @@ def test_a_step_whose_users_all_failed_is_saved_and_said(script, tiny_folder, tm
             for u, t in zip(users, turns):
                 t.failed = u.scenario.split == "train"
             return turns
-    monkeypatch.setattr("backend.ScriptedUsers", Broken)
+    monkeypatch.setitem(backend.SCRIPTED, "scripted", Broken)
     with pytest.raises(SystemExit) as e:
         script.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY])
     assert e.value.code == 2 and "every simulated user failed" in capsys.readouterr().err and (tmp_path / "run" / "checkpoint" / "state.pt").exists()
