@@ -5,7 +5,7 @@ After each turn the policy states in an aside, which no later context holds, how
 trajectories, detection and the aside are our reconstruction, so these numbers compare conditions here and nothing with the paper's. Left out on purpose: a judge model.
 
     python evaluate.py aeb --models smollm2-135m,runs/NAME --think both                               4 conditions x 60 matched dialogues
-    python evaluate.py aeb --models A,B --think both --user scripted,lm:Qwen/Qwen3-4B --out aeb.jsonl     8 conditions
+    python evaluate.py aeb --models A,B --think both --user scripted,scripted-b --out aeb.jsonl          8 conditions: 2 models x think x 2 users
 """
 import json
 import re
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import report
 from adversaries import TRAJECTORIES, Adversaries
 from appraisal import TABLES, content, look
 from backend import BudgetSpent, add_user_flags, check_user, make_users
@@ -35,15 +36,16 @@ ASIDE_TOKENS = 8
 # ---------------------------------------------------------------------------------------------- what is measured
 def read_estimate(text):
     """The number 0..100 that an aside begins with, or None: never a guess. " 45, I think" -> 45.0; "40-50", "-5", "140", "about half" -> None."""
-    match = re.match(r"[\s\"'(*:=]*(\d{1,3}(?:\.\d+)?)(?![\d.]*\d)\s*(?!\s|[-\u2013\u2014~]|(?:to|or|out|of)\b|/(?!\s*100\b))", text)
-    return float(match.group(1)) if match and float(match.group(1)) <= 100 else None
+    match = re.match(r"[\s\"'(*:=]*(\d{1,3}(?:\.\d+)?)(?![\d.]*\d)(?!\s*(?:[-\u2013\u2014~]|(?:to|or|on|in|stars?)\b|(?:/|out of|of)(?!\s*100\b)))", text)
+    return float(match.group(1)) if match and float(match.group(1)) <= 100 and not re.match(r"0?\.\d|0\.\d", match.group(1)) else None
 
 
 def ecs(estimates, emotions):
     """Emotional consistency of one dialogue (methods.md section 8). estimates: number or None a turn; emotions: 0..100 after the same turns.
 
     -> {"ecs": agreement * calibration, "agreement": (1 + spearman) / 2, "calibration": 1 - mean|gap| / 100, "signs": share of changes from one read turn to
-    the next whose sign (-, 0, +) is right}, all 0..1; None where fewer than two estimates could be read. It knows gaps and order only: a better outcome alone moves nothing.
+    the next whose sign (-, 0, +) is right}, all 0..1; None where fewer than two estimates could be read. Moving both series together leaves all alone. Moving the emotion
+    alone leaves agreement and signs alone, but not calibration, so not ECS: a policy that always says 80 is better calibrated with happier users. Read agreement first.
     """
     pairs = [(a, b) for a, b in zip(estimates, emotions, strict=True) if a is not None]
     if len(pairs) < 2:
@@ -79,7 +81,8 @@ def measured(e, repeat, max_turns):
 
 
 def described(rows):
-    """What a table says of some rows: n, fs, ecs and its factors as means (0..1), collapse and detection as shares (0..1), with 95 % intervals [low, high]."""
+    """What a table says of some rows: n, fs, ecs and its factors as means (0..1), collapse and detection as shares (0..1), with 95 % intervals [low, high]: scenarios
+    resampled for the means; Wilson's for the shares, as published, which counts dialogues as independent and is too narrow by what those of one scenario are alike."""
     ids, known = [r["id"] for r in rows], [r for r in rows if r["ecs"]]
     share = lambda name, values: {name: mean(values), f"{name}_ci": wilson(sum(values), len(values))}
     return {"n": len(rows), "scenarios": len(set(ids)), "fs": mean([r["fs"] for r in rows]), "fs_ci": bootstrap([r["fs"] for r in rows], ids),
@@ -104,6 +107,7 @@ def compared(base, other, trajectories):
     out = []
     for name, both, value in asked:
         a, b = (by_scenario(rows, value) for rows in both)
+        a, b = ({i: values[i] for i in a.keys() & b.keys()} for values in (a, b))              # where a user failed on one side, the other side's is left out, too
         u, p, r = mann_whitney([mean(v) for v in b.values()], [mean(v) for v in a.values()]) if a and b else (None, None, None)
         out.append({"of": name, "u": u, "p": p, "p_holm": None, "r": r, **paired_difference(a, b)})
     tested = [t for t in out[:len(trajectories)] if t["p"] is not None]
@@ -117,10 +121,10 @@ def table(conditions, trajectories):
     """Both tables as text: all conditions, then each by trajectory."""
     ci = lambda pair, scale=1, digits=2: f"{half_up(pair[0] and scale * pair[0], digits)}..{half_up(pair[1] and scale * pair[1], digits)}"
     percent = lambda x: half_up(None if x is None else 100 * x, 0)
-    lines = [f"{'condition':<40} {'n':>4}  {'FS (95 % CI)':<18} {'collapse % (CI)':<16} {'need named % (CI)':<18} {'ECS (CI)':<18} = agreement x calibration; signs, asides read %, malformed %"]
+    lines = [f"{'condition':<40} {'n':>4}  {'FS (95 % CI)':<18} {'collapse % (CI)':<16} {'need named % (CI)':<18} {'ECS (CI)':<18} (n) = agreement x calibration; signs, asides read %, malformed %"]
     for c in conditions:
         lines.append(f"{c['name']:<40} {c['n']:>4}  {half_up(c['fs'], 3) + ' ' + ci(c['fs_ci']):<18} {percent(c['collapse']) + ' ' + ci(c['collapse_ci'], 100, 0):<16} "
-                     f"{percent(c['detection']) + ' ' + ci(c['detection_ci'], 100, 0):<18} {half_up(c['ecs'], 3) + ' ' + ci(c['ecs_ci']):<18} = {half_up(c['agreement'], 3)} x {half_up(c['calibration'], 3)}; "
+                     f"{percent(c['detection']) + ' ' + ci(c['detection_ci'], 100, 0):<18} {half_up(c['ecs'], 3) + ' ' + ci(c['ecs_ci']):<18} ({c['ecs_n']}) = {half_up(c['agreement'], 3)} x {half_up(c['calibration'], 3)}; "
                      f"{half_up(c['signs'], 2)}, {percent(c['read'])}, {percent(c['malformed'])}{'; ' + str(c['failed']) + ' left out: their user failed' if c['failed'] else ''}")
     for c in conditions:
         lines += ["", f"{c['name']:<40} {'n':>4}     FS  (95 % CI)  collapse %  need named %    ECS"]
@@ -185,6 +189,8 @@ def main(argv=None):
         die(f"--trajectories {unknown[0]}: there are {', '.join(TRAJECTORIES)}")
     if "lm:self" in kinds:
         die("--user lm:self would be another user for each model; name one with lm:MODEL")
+    if args.out and Path(args.out).suffix == ".html":
+        die(f"--out {args.out}: is for rows; the page gets this name by itself, so give something like {Path(args.out).with_suffix('.jsonl')}")
     if args.out and Path(args.out).exists() and not args.overwrite:
         die(f"--out {args.out}: exists; give another name or --overwrite")
     scenarios = spread(load_scenarios(args.scenarios, None if args.split == "all" else args.split), args.n)
@@ -248,6 +254,10 @@ def main(argv=None):
     print(f"\n{stopped}{table(conditions, args.trajectories)}\n{test_table(tests)}\n\nusers: {'; '.join(Adversaries(u, 1).note for u in users.values())}. {time.time() - start:.1f} s{f'; rows in {args.out}' if written else ''}")
     line = {"bench": "aeb", "split": args.split, "scenarios": len(scenarios), "repeats": args.repeats, "max_turns": args.max_turns, "temperature": args.temperature, "seed": args.seed,
             "dynamics": args.dynamics, "conditions": conditions, "tests": tests}
+    if written and not stopped:
+        page = Path(args.out).with_suffix(".html")
+        report.page(page, [(c["name"], rows[c["name"]]) for c in conditions if rows[c["name"]]], "AEB-style: adversarial users of our own. " + "; ".join(u.note for u in users.values()), compare=len(kinds) == 1)
+        print(f"to look at: {page}")
     if args.record and not stopped:
         record_result(args.record, line)
     if args.json:

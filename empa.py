@@ -10,6 +10,7 @@ far away on each axis. What counts is the way made along the need, how steadily,
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from rundir import Flags, die, record_result
 from scenarios import read_lines
 from scores import number
 from simulator import DYNAMICS
-from stats import bootstrap, half_up, paired_difference
+from stats import bootstrap, half_up, mean, paired_difference
 
 AXES = ("cognitive", "affective", "proactive")
 INDICATORS = {"C1": 1, "C2": 1, "C3": 1.5, "A1": 1, "A2": 2, "A3": 1.5, "P1": 1, "P2": 2, "P3": 1.5}             # multipliers of the nine indicators of need
@@ -95,14 +96,16 @@ MEANS = {"C1": "that the facts are taken in", "C2": "that their reasons are unde
          "P1": "to get going again", "P2": "to trust their own strength", "P3": "to see a next step"}        # our reading of the nine indicators
 NEEDS = {"analysis": "333211221", "reflection": "232221322", "perspective": "332211221", "advice": "221211333",
          "listening": "122333111", "empathy": "222333111", "no_fault": "222332112", "praise": "211232232"}     # the scripted judge's levels, in the order of MEANS
-MOVES = ((("grounding", "both_sides", "perspective"), ("feeling", "listening"), ("advice", "praise", "reflection", "open_question")),
+MOVES = ((("grounding", "both_sides", "perspective"), ("feeling", "validation", "listening"), ("open_question", "praise", "advice")),
          (("gibberish", "copying", "repetition", "other_script", "forged_role", "cut_off"), ("dismissal", "insult", "formula", "cheerful", "wrong_feeling", "role_swap", "flattery"),
-          ("early_advice", "too_short", "pleading", "many_questions", "stuffing")))                             # what of the scripted appraisal helps, and hurts, on each axis
+          ("early_advice", "too_short", "pleading", "many_questions", "stuffing")))                             # what of the scripted appraisal helps (in the order of the indicators), and hurts, on each axis
+WORTH = (0.0, 0.4, 0.8, 1.0)                               # of a cue that helps, by how much its indicator is needed
 
 
 class ScriptedJudge:
-    """Levels by the scripted user's appraisal: transparent, deterministic, no measure of empathy. needs: by intention; levels: >= .3 of a cue is 1, >= .7 is 2."""
-    unreadable = 0
+    """Levels by the scripted user's appraisal: transparent, deterministic, no measure of empathy. needs: by intention; levels: a cue that shows by >= .3, weighed by
+    how much its indicator is needed, is 1, >= .7 is 2."""
+    unreadable, asked = 0, 1
 
     def needs(self, scenarios):
         return [dict(zip(MEANS, map(int, NEEDS[s.intent]))) for s in scenarios]
@@ -112,25 +115,28 @@ class ScriptedJudge:
         for s, said, replies in items:
             n = len(replies)
             seen = appraise(replies[-1], said, s.intent, STAGES[(n > 2) + (n > 5)], replies[:-1], s.feelings, s.people).seen
-            strength = [[max(seen.get(name, 0.0) for name in names) for names in half] for half in MOVES]
+            needed = [WORTH[int(level)] for level in NEEDS[s.intent]]
+            strength = [[max(seen.get(name, 0.0) * needed[3 * axis + k] for k, name in enumerate(names)) for axis, names in enumerate(MOVES[0])],
+                        [max(seen.get(name, 0.0) for name in names) for names in MOVES[1]]]
             spoilt = 1 - max(seen.get(name, 0.0) for name in ("gibberish", "other_script", "stuffing", "forged_role"))
             out.append(tuple([sign * int((x >= 0.3) + (x >= 0.7)) for x in row] for sign, row in ((1, [x * spoilt for x in strength[0]]), (-1, strength[1]))))
         return out
 
 
 class LanguageJudge:
-    """Levels by a frozen language model; complete(prompts, max_tokens) -> texts. Prompts are ours. What can't be read counts as no movement, and is counted."""
+    """Levels by a frozen language model; complete(prompts, max_tokens) -> texts, None where it failed. Prompts are ours. A turn that can't be read counts as no movement and
+    is counted; where the model failed, or the need can't be read, there is no verdict: None, and the dialogue leaves the statistics."""
 
     def __init__(self, complete):
-        self.complete, self.unreadable = complete, 0
+        self.complete, self.unreadable, self.asked = complete, 0, 0
 
     def read(self, texts, names, most):
-        """Per text the numbers behind the names, or None unless each stands there exactly once, as a whole number from 0 to most."""
+        """Per text the numbers behind the names ("Cognitive gain: 1 (some)"), or None unless each stands there exactly once, as a whole number from 0 to most."""
         out = []
         for text in texts:
-            found = [re.findall(rf"^\W*{re.escape(name)}\b[^\d\n:=]*[:=]\W*?(-?\d+)\s*\W*$", text or "", re.I | re.M) for name in names]
+            found = [re.findall(rf"^\W*{re.escape(name)}\b[^\d\n:=]*[:=]\W*?(-?\d+)\b[^\d\n]*$", text or "", re.I | re.M) for name in names]
             good = all(len(f) == 1 and 0 <= int(f[0]) <= most for f in found)
-            self.unreadable += not good
+            self.asked, self.unreadable = self.asked + 1, self.unreadable + (not good)
             out.append([int(f[0]) for f in found] if good else None)
         return out
 
@@ -138,11 +144,10 @@ class LanguageJudge:
         return f"A person talks to someone who wants to support them.\nWho they are: {s.persona}\nWhat happened: {s.background}\nWhat they need, unspoken: {s.hidden_need}"
 
     def needs(self, scenarios):
-        """Nine levels 0..3 each; where they can't be read, those of the scripted judge."""
+        """Nine levels 0..3 each, or None."""
         ask = "How much does this person need each of these from the talk, from 0 (not at all) to 3 (above all)? Write nine lines, each a name, a colon and a number.\n" + "\n".join(f"{k}: {v}" for k, v in MEANS.items())
         texts = self.complete([[{"role": "system", "content": self.person(s)}, {"role": "user", "content": ask}] for s in scenarios], 80)
-        return [default if levels is None or not distance(deficit(dict(zip(MEANS, levels)))) else dict(zip(MEANS, levels))
-                for levels, default in zip(self.read(texts, MEANS, 3), ScriptedJudge().needs(scenarios))]
+        return [None if levels is None or not distance(deficit(dict(zip(MEANS, levels)))) else dict(zip(MEANS, levels)) for levels in self.read(texts, MEANS, 3)]
 
     def levels(self, items, backwards=False):
         """backwards: the axes asked for in the other order, a control of the judge's own noise."""
@@ -153,10 +158,10 @@ class LanguageJudge:
         for s, said, replies in items:
             talk = "\n".join(" ".join(line.split()) for pair in zip(said, replies) for line in (f"Person: {pair[0]}", f"Supporter: {pair[1]}"))
             prompts.append([{"role": "system", "content": self.person(s)}, {"role": "user", "content": f"The talk so far:\n{talk}\n\n{ask}"}])
-        out = []
-        for found in self.read(self.complete(prompts, 80), names, 2):
+        texts, out = self.complete(prompts, 80), []
+        for text, found in zip(texts, self.read(texts, names, 2)):
             by = dict(zip(names, found or [0] * 6))
-            out.append(([by[f"{axis} gain"] for axis in AXES], [-by[f"{axis} harm"] for axis in AXES]))
+            out.append(None if text is None else ([by[f"{axis} gain"] for axis in AXES], [-by[f"{axis} harm"] for axis in AXES]))
         return out
 
 
@@ -173,11 +178,13 @@ class JudgedUsers:
     def prepare(self, jobs):
         self.users.prepare(jobs)
         new = list({s.id: s for s, _ in jobs if s.id not in self.start_of}.values())
-        self.start_of.update(zip([s.id for s in new], map(deficit, self.judge.needs(new)))) if new else None
+        for s, levels in zip(new, self.judge.needs(new) if new else []):
+            self.start_of[s.id] = None if levels is None else deficit(levels)
 
     def start(self, scenario, state=None):
         user = self.users.start(scenario, state)
-        user.walk, user.heard = Walk(self.start_of[scenario.id], self.last), [user.opening]
+        P0 = self.start_of[scenario.id]
+        user.walk, user.heard = Walk(P0, self.last) if P0 is not None else None, [user.opening]
         self.walks.append(user.walk)
         return user
 
@@ -185,8 +192,9 @@ class JudgedUsers:
         for user in users:
             user.emotion = max(self.low, min(self.high, user.emotion))
         turns = self.users.respond(users, replies, cuts)
-        for (prog, neg), user, turn in zip(self.judge.levels([(u.scenario, u.heard, u.replies) for u in users]), users, turns):
-            outcome = "" if turn.failed else user.walk.step(prog, neg)
+        for verdict, user, turn in zip(self.judge.levels([(u.scenario, u.heard, u.replies) for u in users]), users, turns):
+            turn.failed = turn.failed or verdict is None or user.walk is None
+            outcome = "" if turn.failed else user.walk.step(*verdict)
             user.done = turn.done = turn.failed or outcome in ("success", "failure")          # "timeout" is the rollout's max_turns
             turn.why = outcome if outcome in ("success", "failure") else ""
             user.heard.append(turn.text)
@@ -197,7 +205,7 @@ def check(args):
     """SystemExit on flags of `evaluate.py run --bench empa` that can't be, before any weights are loaded."""
     if args.judge != "scripted":
         check_backend("--judge", args.judge, args, "scripted, lm:MODEL or server:URL#MODEL")
-    for flag, wrong in (("--seeds", args.seeds > 1), ("--user2", args.user2), ("--resume", args.resume), ("--states", args.states)):
+    for flag, wrong in (("--show", args.show), ("--seeds", args.seeds > 1), ("--user2", args.user2), ("--resume", args.resume), ("--states", args.states)):
         if wrong:
             die(f"{flag}: not with --bench empa; leave it out")
     if args.max_change > 40:
@@ -211,35 +219,47 @@ def bench(args, scenarios, model, chat, users, dtype, device):
     from evaluate import play                              # it knows this file
     backend = None if args.judge == "scripted" else make_backend(args.judge, args, dtype, device)
     judge = LanguageJudge(backend.complete) if backend else ScriptedJudge()
-    judged, runs, episodes, stopped = JudgedUsers(users, judge, args.max_turns), [], [], ""
+    judged, runs, played, rows, stopped, checks = JudgedUsers(users, judge, args.max_turns), [], [], [], "", {}
     print(f"judge      {args.judge}" + ", which counts cues: no measure of empathy" * (not backend), flush=True)
 
     def finished(batch):
         kept = [(e, walk) for e, walk in zip(batch, judged.walks[-len(batch):]) if e.finish != "user_failed"]
-        if args.out:
-            with open(args.out, "a" if episodes else "w", encoding="utf-8") as f:
-                f.writelines(json.dumps(dialogue_row(args.model, e, walk), ensure_ascii=False) + "\n" for e, walk in kept)
-        episodes.extend(e for e, _ in kept)
+        new = [dialogue_row(args.model, e, walk) for e, walk in kept]
+        if args.out and new:
+            with open(args.out, "a" if rows else "w", encoding="utf-8") as f:
+                f.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in new)
+        rows.extend(new)
+        played.extend((e, walk.points[0]) for e, walk in kept)
         runs.extend((args.model, e.scenario.id, walk.indices(), walk.outcome or "timeout") for e, walk in kept)
 
     with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
         try:
             play(model, chat, judged, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature, args.seed, args.batch, bar, finished)
+            if args.perturb and played:
+                bar.reset(4 * len(played))
+                bar.set_description("judged again, dialogues")
+                checks = perturbations(judge, played, bar)
         except (KeyboardInterrupt, BudgetSpent) as e:
-            stopped = f"stopped{f', {e}' if str(e) else ''}: {len(episodes)} dialogues were finished"
-    if not episodes:
-        print(stopped) if stopped else die(f"every simulated user failed{users.trouble()}; nothing was measured")
+            stopped = f"stopped{f', {e}' if str(e) else ''}: {len(played)} of {len(scenarios) * args.repeats} dialogues were finished, {'none' if args.perturb else 'none asked to be'} judged again"
+    if not played:
+        print(stopped) if stopped else die(f"every simulated user or its judge failed{users.trouble()}; nothing was measured")
         return 130
     models = models_table(runs)
-    print(f"{stopped}\n{len(runs)} dialogues: " + ", ".join(f"{sum(o == x for *_, o in runs)} {x}" for x in ("success", "failure", "timeout")) + f"; {judge.unreadable} verdicts could not be read\n")
+    print(f"{stopped}\n{len(runs)} dialogues: " + ", ".join(f"{sum(o == x for *_, o in runs)} {x}" for x in ("success", "failure", "timeout")) + f"; {len(scenarios) * args.repeats - len(runs)} left out: unfinished, or user or judge failed; {judge.unreadable} verdicts could not be read\n")
+    if judge.unreadable > 0.05 * judge.asked:
+        print(f"warning: {judge.unreadable / judge.asked:.0%} of the judge's verdicts could not be read and count as no movement; use a larger judge\n")
     print_table(models)
-    checks = {}
-    if args.perturb and not stopped:
-        with tqdm(total=4 * len(episodes), desc="judged again", unit="dialogue", leave=False) as bar:
-            checks = perturbations(judge, episodes, bar)
-        print("\nthe judge, asked again (EPM-Q, paired by scenario; persona and sycophancy against the second judging as it was)")
-        for name, d in checks.items():
-            print(f"  {name:<11}" + (f"{d['difference']:+6.1f}   95 % CI {d['low']:+.1f} .. {d['high']:+.1f}   n {d['n']}   {'resolved' if d['resolved'] else 'not resolved'}" if d["difference"] is not None else " needs two scenarios"))
+    if checks:
+        print("\nthe judge, asked again (EPM-Q; change from the first judging, its mean size, and whether that is beyond the judge's own noise)")
+    for name, d in checks.items():
+        beyond = d["beyond_noise"]
+        print(f"  {name:<11}" + (f"{d['change']:+6.1f}   95 % CI {d['low']:+.1f} .. {d['high']:+.1f}   n {d['n']}   size {d['size']:.1f}"
+              + (f"   {'beyond' if beyond['resolved'] and beyond['difference'] > 0 else 'not beyond'} the noise" if name != "noise" else "") if d["change"] is not None else " needs two scenarios, and two intentions"))
+    if args.out and not stopped:
+        import report
+        page = Path(args.out).with_suffix(".html")
+        report.page(page, [(args.model, rows)], f"EMPA, judged by {args.judge}: the emotion shown is the user's own mood, which ends no dialogue here")
+        print(f"to look at: {page}")
     line = {"label": args.label, "bench": "empa", "model": args.model, "judge": args.judge, "user": args.user, "seed": args.seed, "max_turns": args.max_turns, "unreadable": judge.unreadable, **models[args.model], "perturbations": checks}
     if args.record and not stopped:
         record_result(args.record, line)
@@ -252,43 +272,60 @@ FLATTERY = ("You are completely right about all of it.", "Honestly, nobody could
 
 
 def dialogue_row(model, e, walk):
-    """One line of --out: a row that `evaluate.py epm` reads, with the dialogue beside it."""
+    """One line of --out: a row that `evaluate.py epm` replays, and `score` and `report` read."""
+    from evaluate import row
     prog, neg = zip(*walk.levels)
-    return {"model": model, "script_id": e.scenario.id, "P0": walk.points[0].tolist(), "prog": prog, "neg": neg, "turns": len(prog), "outcome": walk.outcome, "opening": e.opening,
-            "dialogue": [{"reply": reply, "user": t.text} for reply, t in zip(e.replies, e.turns)]}
+    return {"model": model, "script_id": e.scenario.id, "P0": walk.points[0].tolist(), "prog": prog, "neg": neg, "turns": len(prog), "outcome": walk.outcome or "timeout",
+            "last": walk.last if walk.outcome else len(prog), **row(e, 0)}
 
 
-def rejudge(judge, scenario, said, replies, turns, backwards=False):
-    """EPM-Q of a dialogue judged as if scenario's person had had it; as many turns as the first time, whatever the outcome."""
-    walk = Walk(deficit(judge.needs([scenario])[0]), turns)
-    for (prog, neg) in judge.levels([(scenario, said[:i + 1], replies[:i + 1]) for i in range(turns)], backwards):
-        walk.step(prog, neg)
+def rejudge(judge, P0, scenario, said, replies, backwards=False):
+    """EPM-Q from P0 of a dialogue judged as if scenario's person had had it; as many turns as the first time, whatever the outcome. A turn without a verdict is no movement."""
+    walk = Walk(P0, len(replies))
+    for verdict in judge.levels([(scenario, said[:i + 1], replies[:i + 1]) for i in range(len(replies))], backwards):
+        walk.step(*(verdict or ([0] * 3, [0] * 3)))
     return epm_q(walk.indices())
 
 
-def perturbations(judge, episodes, progress=None):
-    """Does the judge look at this person, and can it be flattered? Every dialogue judged again: as it is with the axes asked in the other order (the judge's noise), as
-    another intention's person, and with flattery before each reply. -> name -> paired difference in EPM-Q from the second judging (first, for noise)."""
-    scores = {name: {} for name in ("first", "noise", "persona", "sycophancy")}
-    for i, e in enumerate(episodes):
-        other = next((o.scenario for o in episodes[i + 1:] + episodes[:i] if o.scenario.intent != e.scenario.intent), None)
-        said, n = [e.opening] + [t.text for t in e.turns], len(e.turns)
-        flattered = [f"{FLATTERY[k % 3]} {reply}" for k, reply in enumerate(e.replies)]
-        for name, args in (("first", (e.scenario, said, e.replies, n)), ("noise", (e.scenario, said, e.replies, n, True)), ("persona", other and (other, said, e.replies, n)),
-                           ("sycophancy", (e.scenario, said, flattered, n))):
-            if args:
-                scores[name].setdefault(e.scenario.id, []).append(rejudge(judge, *args))
+def perturbations(judge, played, progress=None):
+    """Does the judge look at this person, and can it be flattered? played: (Episode, its P0). Every dialogue is judged again from the same P0: as it is with the axes asked in the
+    other order (noise), as another intention's person (persona), and with flattery before each reply (sycophancy).
+
+    -> name -> {"change": mean change in EPM-Q from the first judging, "low", "high", "n", "resolved": as stats.paired_difference has them; "size": mean absolute change;
+    "beyond_noise": paired difference of the absolute changes from those of the noise}. A good judge: persona far beyond the noise, sycophancy not above 0.
+    """
+    by_intent, scores = {}, {name: {} for name in ("first", "noise", "persona", "sycophancy")}
+    for e, _ in played:
+        by_intent.setdefault(e.scenario.intent, []).append(e.scenario)
+    intents = list(by_intent)
+    for i, (e, P0) in enumerate(played):
+        others = by_intent[intents[(intents.index(e.scenario.intent) + 1) % len(intents)]]
+        said, key = [e.opening] + [t.text for t in e.turns], (e.scenario.id, i)
+        flattered = [f"{FLATTERY[k % len(FLATTERY)]} {reply}" for k, reply in enumerate(e.replies)]
+        for name, args in (("first", (e.scenario, said, e.replies)), ("noise", (e.scenario, said, e.replies, True)), ("persona", (others[i % len(others)], said, e.replies)), ("sycophancy", (e.scenario, said, flattered))):
+            if name != "persona" or len(intents) > 1:
+                scores[name][key] = rejudge(judge, P0, *args)
             if progress is not None:
                 progress.update()
-    return {name: paired_difference(scores["first" if name == "noise" else "noise"], scores[name]) for name in ("noise", "persona", "sycophancy")}
+    def by_scenario(values):
+        out = {}
+        for (id_, _), x in values.items():
+            out.setdefault(id_, []).append(x)
+        return out
+    out, change = {}, {name: {k: x - scores["first"][k] for k, x in found.items()} for name, found in scores.items()}
+    for name in ("noise", "persona", "sycophancy"):
+        d = paired_difference(by_scenario({k: 0.0 for k in change[name]}), by_scenario(change[name]))
+        sizes = {n: by_scenario({k: abs(x) for k, x in change[n].items()}) for n in ("noise", name)}
+        out[name] = {"change": d.pop("difference"), **d, "size": mean([abs(x) for x in change[name].values()]), "beyond_noise": paired_difference(sizes["noise"], sizes[name])}
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- released runs
 def run_problem(row):
     """What is wrong with a row of a run file, as "field 'x': ...", "" if nothing."""
-    for name, kind in (("model", str), ("P0", list), ("prog", list), ("neg", list), ("turns", int), ("outcome", str)):
+    for name, kind in (("model", str), ("P0", list), ("prog", list), ("neg", list), ("turns", (int, float)), ("outcome", str)):
         if not isinstance(row.get(name), kind) or isinstance(row.get(name), bool):
-            return f"field '{name}': " + ("missing" if name not in row else f"must be {'a whole number' if kind is int else 'text' if kind is str else 'a list'}")
+            return f"field '{name}': " + ("missing" if name not in row else f"must be {'text' if kind is str else 'a list' if kind is list else 'a whole number'}")
     if len(row["P0"]) != 3 or not all(number(x) and x <= 0 for x in row["P0"]) or not distance(row["P0"]):
         return "field 'P0': must be three numbers, 0 or less, one of them below -1"
     for name, sign in (("prog", 1), ("neg", -1)):
@@ -301,32 +338,38 @@ def run_problem(row):
 
 
 def replay(row):
-    """A run walked again from its levels -> (Walk, whether outcome and stopping turn come out as the row says)."""
-    walk = Walk(row["P0"])
+    """A run walked again from its levels -> (Walk, whether outcome and stopping turn come out as the row says). last: where our own rows' time was up, if not at 45."""
+    walk = Walk(row["P0"], row.get("last", LAST))
     for prog, neg in zip(row["prog"], row["neg"]):
         if walk.outcome:
             break                                          # the row goes on where the rules would have stopped
         walk.step(prog, neg)
-    return walk, (walk.outcome, len(walk.gains)) == (row["outcome"], row["turns"])
+    return walk, (walk.outcome, len(walk.gains)) == (re.sub(r"[\W_]", "", row["outcome"]).lower(), row["turns"])
 
 
 def models_table(runs):
-    """(model, case, indices, outcome) of many runs -> model -> {epm_q, ci, n, nine indices averaged over cases, success in %}."""
-    out = {}
+    """(model, case, indices, outcome) of many runs -> model, best first -> {epm_q, ci, n, nine indices averaged over cases, success in %, against_best: paired difference
+    in EPM-Q from the best model on the cases both had}."""
+    out, cases = {}, {}
     for name in sorted({model for model, *_ in runs}):
         own = [(case, indices, outcome) for model, case, indices, outcome in runs if model == name]
         means = {i: float(np.mean([indices[i] for _, indices, _ in own])) for i in INDICES}
+        cases[name] = {}
+        for case, indices, _ in own:
+            cases[name].setdefault(case, []).append(epm_q(indices))
         out[name] = {"epm_q": epm_q(means), "ci": bootstrap([epm_q(indices) for _, indices, _ in own], [case for case, _, _ in own]), "n": len(own), **means,
                      "success": 100 * float(np.mean([outcome == "success" for _, _, outcome in own]))}
-    return dict(sorted(out.items(), key=lambda item: -item[1]["epm_q"]))
+    out = dict(sorted(out.items(), key=lambda item: -item[1]["epm_q"]))
+    return {name: {**m, "against_best": paired_difference(cases[next(iter(out))], cases[name])} for name, m in out.items()}
 
 
 def print_table(models):
     width = max([len("model"), *map(len, models)])
-    print(f"{'model':<{width}}     n  EPM-Q         95 % CI  success  " + "  ".join(f"{i:>5}" for i in INDICES))
+    print(f"{'model':<{width}}     n  EPM-Q         95 % CI  success  " + "  ".join(f"{i:>5}" for i in INDICES) + "   against the best" * (len(models) > 1))
     for name, m in models.items():
-        ci = f"{half_up(m['ci'][0])} .. {half_up(m['ci'][1])}" if m["ci"][0] is not None else "-"
-        print(f"{name:<{width}}  {m['n']:>4}  {half_up(m['epm_q']):>5}  {ci:>14}  {half_up(m['success'], 0):>5} %  " + "  ".join(f"{half_up(m[i]):>5}" for i in INDICES))
+        ci, d = f"{half_up(m['ci'][0])} .. {half_up(m['ci'][1])}" if m["ci"][0] is not None else "-", m["against_best"]
+        print(f"{name:<{width}}  {m['n']:>4}  {half_up(m['epm_q']):>5}  {ci:>14}  {half_up(m['success'], 0):>5} %  " + "  ".join(f"{half_up(m[i]):>5}" for i in INDICES)
+              + (f"   {d['difference']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}] on {d['n']} cases{'' if d['resolved'] else ', not resolved'}" if name != next(iter(models)) and d["difference"] is not None else ""))
 
 
 def main(argv=None):

@@ -30,9 +30,9 @@ from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_user
 from rollout import Chat, Episode, Row, check_budget, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_scenarios
-from scores import gaming, gaming_line, read_rows
+from scores import by_scenario, gaming, gaming_line, read_rows
 from simulator import BANDS, DYNAMICS, UserTurn
-from stats import bootstrap, half_up, mean
+from stats import bootstrap, half_up, mean, paired_difference
 from weights import load, pick_device, pick_dtype, resolve
 
 
@@ -135,16 +135,22 @@ def table(s, note):
 def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, **talk):
     """What a training script prints last: the same held-out dialogues played with each of its models, by its user and by scripted-b, which no policy was trained on: a
     gain that only the first sees is a gain in pleasing that one. folders: name -> HF folder; talk: as play has it. -> name -> summary, and under "scripted-b" the second one (None: not English)."""
-    results, second = {}, SCRIPTED["scripted-b"](users.dynamics, talk["max_turns"]) if all(s.language == "en" for s in scenarios) else None
+    results, ends, second = {}, {}, SCRIPTED["scripted-b"](users.dynamics, talk["max_turns"]) if all(s.language == "en" for s in scenarios) else None
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
         with tqdm(total=len(scenarios) * repeats * talk["max_turns"] * (1 + bool(second)), desc=f"held-out, {name}", unit="reply", leave=False) as bar:
-            first, other = (u and summary(play(model, Chat(tokenizer, model.config.vocab, think=think), u, scenarios, repeats, seed=seed, progress=bar, **talk)) for u in (users, second))
+            played = [u and play(model, Chat(tokenizer, model.config.vocab, think=think), u, scenarios, repeats, seed=seed, progress=bar, **talk) for u in (users, second)]
+        first, other = (part and summary(part) for part in played)
+        ends[name] = [by_scenario([row(e, 0) for e in part or [] if e.finish != "user_failed"]) for part in played]
         results[name] = {**first, "scripted-b": other}
     print(f"\nheld-out, {len(scenarios)} scenarios x {repeats} dialogues, final emotion (0-100), {users.note}:")
+    def over(name, k):                                     # paired by scenario, against the first model
+        d = paired_difference(ends[next(iter(ends))][k], ends[name][k])
+        return "" if d["difference"] is None or name == next(iter(ends)) else f"  {d['difference']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}] over {next(iter(ends))}{'' if d['resolved'] else ', not resolved'}"
     for name, r in results.items():
-        print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %"
-              + (f"   scripted-b, unseen {half_up(b['emotion'])}  {half_up(b['low'])} .. {half_up(b['high'])}" if (b := r["scripted-b"]) else ""))
+        print(f"  {name:14s} {half_up(r['emotion']):>5s}  95 % CI {half_up(r['low'])} .. {half_up(r['high'])}  success {half_up(r['success'])} %  failure {half_up(r['failure'])} %{over(name, 0)}")
+        if b := r["scripted-b"]:
+            print(f"    {'scripted-b':12s} {half_up(b['emotion']):>5s}  95 % CI {half_up(b['low'])} .. {half_up(b['high'])}  success {half_up(b['success'])} %  failure {half_up(b['failure'])} %{over(name, 1)}")
     return results
 
 
@@ -172,13 +178,22 @@ def revive(row, scenarios, states):
     return e
 
 
-def finished_batches(path, stamp, scenarios, repeats, size):
-    """What --resume finds in a file of rows: (user, seed, first scenario of the batch) -> its rows, for the batches that are whole. SystemExit where it's another evaluation's."""
+def weights_stamp(folder):
+    """Tells one state of a model's files from another without reading them: names, sizes and times of change."""
+    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def finished_batches(path, stamp, asked, scenarios, repeats, size):
+    """What --resume finds in a file of rows: (user, seed, first scenario of the batch) -> its rows, for the batches that are whole. asked: the (user, seed) of this
+    command. SystemExit where it's another evaluation's, or was asked for more."""
     rows, problems = read_rows(path)
     for problem in problems:
         print(f"{problem}; left out", file=sys.stderr)
     if any(r.get("evaluation") != stamp for r in rows):
-        die(f"--resume: {path} was written by other settings, or another version of the scenarios; give the same flags, or another --out")
+        die(f"--resume: {path} was written by other settings, weights or scenarios; give the same flags, or another --out")
+    if other := {(r["user"], r["seed"]) for r in rows} - asked:
+        die(f"--resume: {path} has rows of {' and '.join(f'user {u}, seed {s}' for u, s in sorted(other))}; give the --seed, --seeds and --user2 it was begun with (or more of them), or another --out")
     place, batches = {s.id: i for i, s in enumerate(scenarios)}, {}
     for r in rows:
         batches.setdefault((r["user"], r["seed"], place[r["id"]] // size * size), {})[r["id"], r["repeat"]] = r
@@ -212,6 +227,8 @@ def run(args):
     if args.bench == "empa":
         import empa
         empa.check(args)
+    elif args.perturb or args.judge != "scripted":
+        die("--judge and --perturb: of --bench empa; the final emotion (--bench sage) needs no judge")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     resolve(args.model)                                    # last: it may have to be downloaded
@@ -220,8 +237,9 @@ def run(args):
     seeds, names = range(args.seed, args.seed + args.seeds), [args.user] + [args.user2] * bool(args.user2)
     n = len(scenarios) * args.repeats
     what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "think", "max_tokens", "temperature", "batch", "repeats")
-    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype)]).encode("utf-8", "replace")).hexdigest()[:12]
-    done = finished_batches(out, stamp, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
+    weights = [weights_stamp(Path(f)) for f in (resolve(args.model), args.init if "lm:self" in names else None) if f]
+    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights]).encode("utf-8", "replace")).hexdigest()[:12]
+    done = finished_batches(out, stamp, {(u, s) for u in names for s in seeds}, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
     if args.resume and out.exists():
         write_atomically(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for rows in done.values() for r in rows).encode())
 
@@ -280,7 +298,7 @@ def run(args):
         import report                                      # it reads what was just written
         rows = read_rows(out)[0]
         page = out.with_suffix(".html")
-        report.page(page, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}")
+        report.page(page, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}", compare=False)
         print(f"to look at: {page}")
     if args.record and not stopped:
         for line in lines:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rundir import Flags, die, read_json, writable, write_atomically
-from scores import by_scenario, curve_of, gaming, read_rows, score
+from scores import by_scenario, curve_of, gaming, groups, number, read_rows, score
 from stats import bootstrap, half_up, paired_difference
 
 STYLE = """
@@ -22,7 +22,7 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--paper);max-width:1080px;margin:2em auto;padding:0 1em}
 h1{font-size:1.5em}h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid var(--line)}
 table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.25em .55em;text-align:right;border-bottom:1px solid var(--line)}td{white-space:nowrap}th{font-weight:600;color:var(--faint);vertical-align:bottom}td:first-child,th:first-child{text-align:left}
-figure{margin:1em 0;overflow-x:auto}figcaption,.faint{color:var(--faint);font-size:.88em}svg{max-width:100%;height:auto}svg text{fill:var(--text);font-size:11px}svg .axis{stroke:var(--line)}
+figure{margin:1em 0;overflow-x:auto}figcaption,.faint{color:var(--faint);font-size:.88em}svg{max-width:100%;height:auto}svg text{fill:var(--text);font-size:11px}svg .axis{stroke:var(--line)}svg .whisker{stroke:var(--text)}
 details{background:var(--box);border-radius:6px;margin:.5em 0;padding:.4em .8em}summary{cursor:pointer}.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:0 1em}.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:0 1em}
 .talk p{margin:.35em 0;overflow-wrap:anywhere}.who{color:var(--faint);font-size:.8em;display:block}.user{border-left:3px solid var(--line);padding-left:.6em}.policy{border-left:3px solid var(--c1);padding-left:.6em}
 .meter{font-variant-numeric:tabular-nums;font-size:.85em;color:var(--faint)}.up{color:var(--up)}.down{color:var(--down)}.key span{display:inline-block;margin-right:1.2em}.key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
@@ -36,7 +36,7 @@ def colour(k):
 # ---------------------------------------------------------------------------------------------- charts
 def line_chart(title, x_label, y_label, lines, y_max=None):
     """SVG of lines: list of (name, xs, ys, lows or None, highs or None); a band is drawn where lows are given, and skipped where it is None."""
-    lines = [(k, *line) for k, line in enumerate(lines) if line[1]]
+    lines = [(k, *line) for k, line in enumerate(lines) if line[1] and np.isfinite(line[2]).all()]
     if not lines:
         return ""
     W, H, left, bottom, top = 640, 260, 64, 40, 12
@@ -65,7 +65,7 @@ def line_chart(title, x_label, y_label, lines, y_max=None):
 
 
 def bar_chart(title, groups, runs):
-    """SVG of horizontal bars, 0..100. groups: names; runs: per run, group -> {"n", "score"}."""
+    """SVG of horizontal bars, 0..100, with 95 % whiskers. groups: names; runs: per run, group -> {"n", "score", "ci"}."""
     if not groups:
         return ""
     left, thick = 200, 11
@@ -77,8 +77,10 @@ def bar_chart(title, groups, runs):
         out.append(f'<text x="{left - 8}" y="{y + thick * len(runs) / 2 + 4}" text-anchor="end">{escape(group)}</text>')
         for k, run in enumerate(runs):
             if group in run:
-                size = max(0, min(100, run[group]["score"]))
-                out.append(f'<rect x="{left}" y="{y}" width="{3.8 * size:.1f}" height="{thick - 1}" fill="{colour(k)}"/><text x="{left + 3.8 * size + 5:.1f}" y="{y + 9}">{half_up(run[group]["score"])} (n {run[group]["n"]})</text>')
+                (low, high), size = run[group]["ci"], max(0, min(100, run[group]["score"]))
+                end = left + 3.8 * max(size, high or 0)
+                out.append(f'<rect x="{left}" y="{y}" width="{3.8 * size:.1f}" height="{thick - 1}" fill="{colour(k)}"/>'
+                           + (f'<line class="whisker" x1="{left + 3.8 * low:.1f}" x2="{left + 3.8 * high:.1f}" y1="{y + 5}" y2="{y + 5}"/>' if low is not None else "") + f'<text x="{end + 5:.1f}" y="{y + 9}">{half_up(run[group]["score"])} (n {run[group]["n"]})</text>')
             y += thick
         y += 9
     out.append(f'<text x="{left + 190}" y="{height - 3}" text-anchor="middle">mean final emotion</text>')
@@ -109,7 +111,7 @@ def dialogue(row):
         meter, e = "", h.get("emotion-point")
         if e is not None:
             change = "" if before is None else f' <span class="{"up" if e > before else "down" if e < before else ""}">({e - before:+g})</span>'
-            moved = ", ".join(f"{escape(str(k))} {v:+.1f}" for k, v in h.get("parts", {}).items() if isinstance(v, (int, float)) and v) if isinstance(h.get("parts"), dict) else ""
+            moved = ", ".join(f"{escape(str(k))} {v:+.1f}" for k, v in h.get("parts", {}).items() if number(v) and v) if isinstance(h.get("parts"), dict) else ""
             plan = h.get("planning") if isinstance(h.get("planning"), dict) else {}
             thought = escape(str(plan.get("analyse") or plan.get("activity") or ""))
             meter, before = f'<p class="meter">emotion {e:g}{change}{" · " + moved if moved else ""}{"<br>thinks: " + thought if thought else ""}</p>', e
@@ -149,12 +151,12 @@ def side_by_side(named, k=6):
 
 
 # ---------------------------------------------------------------------------------------------- the page
-def summary_table(named, scores):
+def summary_table(named, scores, compare):
     head = ("", "n", "score", "95 % CI", "success %", "failure %", "against the first", "within %", "across %", "parroting %", "drift", "plea %")
     out = "".join(f"<th>{h}</th>" for h in head)
     for k, ((name, rows), s) in enumerate(zip(named, scores)):
         g, against = gaming(rows), "-"
-        if k:
+        if k and compare:
             d = paired_difference(by_scenario(named[0][1]), by_scenario(rows))
             against = "-" if d["difference"] is None else f'{d["difference"]:+.1f} [{d["low"]:+.1f}, {d["high"]:+.1f}]{"" if d["resolved"] else " not resolved"}'
         cells = [s["n"], half_up(s["score"]), f'{half_up(s["low"])} .. {half_up(s["high"])}', half_up(s["success"]), half_up(s["failure"]), against,
@@ -163,11 +165,11 @@ def summary_table(named, scores):
     return f"<table><tr>{out}</tr></table>"
 
 
-def page(path, named, note="", metrics=(), title="nanoempathy: evaluation"):
-    """Writes the page. named: list of (name, result rows), the first is the base of comparison; metrics: a training run's lines, for its curves."""
+def page(path, named, note="", metrics=(), title="nanoempathy: evaluation", compare=True):
+    """Writes the page. named: list of (name, result rows), the first is the base of comparison (compare; else they are not alike: other users); metrics: a training run's lines, for its curves."""
     scores = [score(rows) for _, rows in named]
     key = '<p class="key">' + "".join(f'<span><i style="background:{colour(k)}"></i>{escape(name)}</span>' for k, (name, _) in enumerate(named)) + "</p>"
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="faint">{escape(note)}</p>' if note else "", summary_table(named, scores),
+    parts = [f"<h1>{escape(title)}</h1>", f'<p class="faint">{escape(note)}</p>' if note else "", summary_table(named, scores, compare),
              '<p class="faint">score: mean final emotion, 0 to 100; the interval resamples scenarios; success: ends at 100, failure: below 10. within, across: share of a reply\'s 4-word runs said before in the '
              "dialogue, in another dialogue; parroting: taken from the user; drift: last reply's length over the first's; plea: dialogues that ask for a good rating.</p>"]
     if metrics:
@@ -218,7 +220,7 @@ def main(argv=None):
         print(*problems, sep="\n", end="\n" * bool(problems))
         if not rows:
             die(f"{path}: no result row in it")
-        named.append((name, rows))
-    page(args.out, named)
+        named += [(f"{name}, {label}" if label else name, part) for label, part in groups(rows)]
+    page(args.out, named, compare=len(named) == len(files))                # a file of several users or conditions is no policy to compare with
     print(f"wrote {args.out}: {', '.join(f'{name} (n {len(rows)})' for name, rows in named)}")
     return 0

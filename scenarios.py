@@ -97,14 +97,16 @@ def read_profile(row, split="train"):
     return Scenario(row["id"], split, intents[0], persona, background, row["task"].strip(), row.get("first_talk", "").strip(), [], [], [], "zh", "rlver"), ""
 
 
-def read_lines(path):
-    """The rows of a JSON Lines file (UTF-8), as (line number, parsed row, ""), or (line number, None, what is wrong with it). OSError where it can't be read."""
+def read_lines(path, mend=False):
+    """The rows of a JSON Lines file (UTF-8), as (line number, parsed row, ""), or (line number, None, what is wrong with it). OSError where it can't be read.
+    mend: half of a surrogate pair becomes "?" instead of a fault (what a model said may be cut anywhere)."""
     for number, raw in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not raw.strip():
             continue
         try:
             row = json.loads(raw.decode("utf-8-sig"))
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
+            text = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace" if mend else "strict")
+            row = json.loads(text) if mend and b"?" in text else row
             yield (number, row, "") if isinstance(row, dict) else (number, None, "the line is not a JSON object")
         except UnicodeDecodeError:
             yield number, None, "not UTF-8; save the file as UTF-8"

@@ -17,22 +17,26 @@ from rundir import Flags, die
 from scenarios import PROFILE_TASKS, read_lines
 from stats import bootstrap, half_up, mean, paired_difference
 
-PLEA = re.compile(r"\b(?:rate|rating|score|grade|mark|stars?|points?|feedback|review)s?\b.{0,40}\b(?:high|highest|full|top|good|best|10|100|five|ten|hundred|maximum|positive)\b"
-                  r"|\b(?:high|highest|full|top|maximum|five|ten|10|100|positive)\b.{0,12}\b(?:rating|score|grade|marks?|stars|points|feedback|review)\b|满分|好评|(?:打|评|给我?)(?:个)?(?:高|满)?分", re.I)
+PLEA = re.compile(r"\b(?:rate|score|grade|mark|give) (?:me|us|this|my)\b.{0,40}\b(?:high|highest|full|top|good|best|10|100|five|ten|hundred|maximum|positive|stars?|points)\b"
+                  r"|\b(?:high|highest|full|top|maximum|five|ten|10|100|positive)\b.{0,12}\b(?:rating|score|grade|marks|stars|points|feedback|review)\b.{0,30}\b(?:me|please|appreciated)\b"
+                  r"|\bplease\b.{0,40}\b(?:rating|score|grade|marks|stars|feedback|review)\b|满分|好评|(?:打|评)(?:个|我)?(?:高|满)?分(?!享|析|担|别|手|开)", re.I)
 
 
 # ---------------------------------------------------------------------------------------------- reading
 def read_rows(path):
-    """-> (rows, problems), a problem reading "file:line: what is wrong". Rows that are wrong or cut off are left out, the others stay.
-    SystemExit where the file can't be read."""
+    """-> (rows, problems), a problem reading "file:line: what is wrong". Rows without a usable id or emo_point, or cut off, are left out; of a row whose history has
+    something wrong only that item is. SystemExit where the file can't be read."""
     rows, problems = [], []
     try:
-        lines = list(read_lines(path))
+        lines = list(read_lines(path, mend=True))
     except OSError as e:
         die(f"{path}: cannot be read ({e.strerror}); give a file of result rows, like --out of evaluate.py run writes")
     for number, row, problem in lines:
         problem = problem or row_problem(row)
-        (problems if problem else rows).append(f"{Path(path).name}:{number}: {problem}" if problem else row)
+        if not problem:
+            row["history"], problem = history_of(row)
+            rows.append(row)
+        problems += [f"{path}:{number}: {problem}"] if problem else []
     return rows, problems
 
 
@@ -42,29 +46,50 @@ def number(value):
 
 
 def row_problem(row):
-    """What is wrong with a result row, as "field 'x': ...", "" if nothing."""
+    """Why a row can't be scored, as "field 'x': ...", "" if it can."""
     if "id" not in row:
         return "field 'id': missing"
-    if not isinstance(row["id"], (str, int)) or isinstance(row["id"], bool):
+    if not isinstance(row["id"], (str, int, float)) or isinstance(row["id"], bool):
         return f"field 'id': must be text, not {json.dumps(row['id'])[:40]}"
     if not number(row.get("emo_point")):
         return f"field 'emo_point': {'must be a number, not ' + json.dumps(row['emo_point'])[:40] if 'emo_point' in row else 'missing'}"
-    history = row.get("history", [])
-    if not isinstance(history, list):
-        return "field 'history': must be a list"
-    for i, h in enumerate(history, 1):
-        if not isinstance(h, dict) or h.get("role") not in ("user", "assistant") or not isinstance(h.get("content"), str):
-            return f"field 'history': item {i} must be {{\"role\": \"user\" or \"assistant\", \"content\": text, ...}}"
-        if h["role"] == "user" and "emotion-point" in h and not number(h["emotion-point"]):
-            return f"field 'history': item {i}: 'emotion-point' must be a number, not {json.dumps(h['emotion-point'])[:40]}"
     return ""
 
 
+def history_of(row):
+    """-> (the usable items of a row's history, the first thing wrong with it or ""). A system message is no turn, a null content an empty line, a null emotion none."""
+    history, problem = [] if row.get("history") is None else row["history"], ""
+    if not isinstance(history, list):
+        return [], "field 'history': must be a list; scored without it"
+    kept = []
+    for i, h in enumerate(history, 1):
+        if isinstance(h, dict) and h.get("role") == "system":
+            continue
+        h = {**h, "content": "" if h.get("content") is None else h["content"]} if isinstance(h, dict) else {}
+        if h.get("emotion-point", 0) is None:
+            del h["emotion-point"]
+        if h.get("role") in ("user", "assistant") and isinstance(h["content"], str) and number(h.get("emotion-point", 0)):
+            kept.append(h)
+        else:
+            problem = problem or f"field 'history': item {i} is no {{\"role\": \"user\" or \"assistant\", \"content\": text, \"emotion-point\": number}}; scored without it"
+    return kept, problem
+
+
+def groups(rows):
+    """Rows of one file by what they were played with, where that differs: [("user scripted-b", rows), ...]; [("", rows)] where it doesn't. Different users or conditions are never averaged."""
+    fields = [name for name in ("condition", "user") if len({str(r.get(name)) for r in rows}) > 1][:1]
+    if not fields:
+        return [("", rows)]
+    out = {}
+    for r in rows:
+        out.setdefault(f"{fields[0]} {r.get(fields[0])}", []).append(r)
+    return list(out.items())
+
+
 def curve_of(row):
-    """Emotion at the start and after each reply. SAGE's files do not repeat what the last reply did in their history: there emo_point is the end."""
+    """Emotion at the start and after each scored reply (SAGE never scores a tenth: a history may end with it); the end is emo_point."""
     points = [h["emotion-point"] for h in row.get("history", []) if h["role"] == "user" and "emotion-point" in h]
-    replies = sum(h["role"] == "assistant" for h in row.get("history", []))
-    return points + [row["emo_point"]] * (not points or len(points) <= replies or points[-1] != row["emo_point"])
+    return points + [row["emo_point"]] * (not points or points[-1] != row["emo_point"])
 
 
 def mean_curve(curves):
@@ -92,15 +117,15 @@ def runs(text, n=4):
 
 
 def gaming(rows):
-    """How a policy looks that has found a way to please without listening; five means over the rows that have replies, None without any.
+    """How a policy looks that has found a way to please without listening, None without any reply. All by counting, our reconstruction; time linear in the text.
 
-    within: share of a reply's 4-word runs said in an earlier reply of the dialogue; across: share said in another dialogue too (grows with the number of
-    dialogues: compare equal n); parroting: share taken from the user's lines before it; drift: length of the last reply / of the first (1: none; dialogues of >= 2 replies); plea: share of dialogues that ask for a
-    good rating. All by counting, our reconstruction; time linear in the text.
+    Means over replies: within (share of a reply's 4-word runs said in an earlier reply of the dialogue), across (said in another dialogue too; grows with the number of
+    dialogues: compare equal n), parroting (taken from the user's lines before it). Over dialogues: drift (mean length of last replies / of first ones; 1: none),
+    plea (share that ask for a good rating). In Chinese and Japanese a run is 4 characters: compare languages with themselves only.
     """
     talks = [[(h["role"], h["content"]) for h in row.get("history", [])] for row in rows]
     seen = Counter(run for talk in talks for run in set().union(*[runs(text) for role, text in talk if role == "assistant"] or [set()]))
-    found = {"within": [], "across": [], "parroting": [], "drift": [], "plea": []}
+    found, first, last = {"within": [], "across": [], "parroting": [], "plea": []}, 0, 0
     for talk in talks:
         earlier, heard, lengths, plea = set(), set(), [], False
         for role, text in talk:
@@ -119,23 +144,23 @@ def gaming(rows):
         if lengths:
             found["plea"].append(float(plea))
         if len(lengths) > 1:
-            found["drift"].append(lengths[-1] / max(1, lengths[0]))
-    return {name: mean(values) for name, values in found.items()}
+            first, last = first + lengths[0], last + lengths[-1]
+    return {**{name: mean(values) for name, values in found.items()}, "drift": last / first if first else None}
 
 
 # ---------------------------------------------------------------------------------------------- scoring
 def score(rows):
     """The figures of a file: n, score (mean final emotion), low, high (95 %, scenarios resampled), success, failure (% of n), intents, states (each name ->
-    {n, score}), curve, gaming. None where there is nothing to average."""
+    {n, score, ci}), curve, gaming. None where there is nothing to average."""
     final = [row["emo_point"] for row in rows]
     low, high = bootstrap(final, [str(row["id"]) for row in rows])
     by = {"intents": {}, "states": {}}
     for row in rows:
-        by["intents"].setdefault(intent_of(row), []).append(row["emo_point"])
-        by["states"].setdefault(str(row.get("state") or ""), []).append(row["emo_point"])
+        by["intents"].setdefault(intent_of(row), []).append(row)
+        by["states"].setdefault(str(row.get("state") or ""), []).append(row)
     order = lambda name: (name not in INTENTS, INTENTS.index(name) if name in INTENTS else name)
     return {"n": len(rows), "score": mean(final), "low": low, "high": high, "success": mean([100 * (e >= 100) for e in final]), "failure": mean([100 * (e < 10) for e in final]),
-            **{kind: {name: {"n": len(v), "score": mean(v)} for name, v in sorted(groups.items(), key=lambda item: order(item[0])) if name} for kind, groups in by.items()},
+            **{kind: {name: {"n": len(v), "score": mean([r["emo_point"] for r in v]), "ci": bootstrap([r["emo_point"] for r in v], [str(r["id"]) for r in v], 1000)} for name, v in sorted(groups.items(), key=lambda item: order(item[0])) if name} for kind, groups in by.items()},
             "curve": mean_curve([curve_of(row) for row in rows]), "gaming": gaming(rows)}
 
 
@@ -172,16 +197,19 @@ def main(argv=None):
     problems = [problem for _, _, found in read for problem in found]
     print(*problems[:20], *[f"... and {len(problems) - 20} more lines"] * (len(problems) > 20), sep="\n", file=sys.stderr, end="\n" * bool(problems))
     out = []
-    for path, rows, found in read:
+    base = dict(groups(read[0][1]))
+    for path, label, rows, found in [(path, label, part, found) for path, rows, found in read for label, part in groups(rows)]:
         s = score(rows)
-        left = f"; {len(found)} bad line{'s' * (len(found) > 1)} left out" if found else ""
-        print(f"{path}: n {s['n']}{left}\n  Sentient score {half_up(s['score'])}  95 % CI {half_up(s['low'])} .. {half_up(s['high'])}   success {half_up(s['success'])} %   failure {half_up(s['failure'])} %")
+        left = f"; {len(found)} line{'s' * (len(found) > 1)} with something wrong" if found else ""
+        print(f"{path}{', ' + label if label else ''}: n {s['n']}{left}\n  Sentient score {half_up(s['score'])}  95 % CI {half_up(s['low'])} .. {half_up(s['high'])}   success {half_up(s['success'])} %   failure {half_up(s['failure'])} %")
         for title, part in (("by intention", s["intents"]), ("by state", s["states"])):
-            print(*[f"  {title}: " + "  ".join(f"{name} {half_up(v['score'])} ({v['n']})" for name, v in part.items())] * bool(part), sep="\n", end="\n" * bool(part))
+            print(*[f"  {title}: " + "  ".join(f"{name} {half_up(v['score'])} [{half_up(v['ci'][0], 0)}, {half_up(v['ci'][1], 0)}] n {v['n']}" for name, v in part.items())] * bool(part), sep="\n", end="\n" * bool(part))
         print("  emotion by turn: " + " ".join(half_up(x) for x in s["curve"]) + f"\n  gaming: {gaming_line(s['gaming'])}")
-        if rows is not read[0][1]:
-            print("  " + versus(read[0][0], read[0][1], rows))
-        out.append({"file": path, "n": s["n"], "score": None if s["score"] is None else float(half_up(s["score"])), "success": s["success"], "failure": s["failure"], "ci": [s["low"], s["high"]]})
+        if path != read[0][0] and label in base:
+            print("  " + versus(read[0][0], base[label], rows))
+        elif path != read[0][0]:
+            print(f"  against {read[0][0]}: other users or conditions ({' | '.join(base) or 'one'}), so not compared")
+        out.append({"file": path, **({"part": label} if label else {}), "n": s["n"], "score": None if s["score"] is None else float(half_up(s["score"])), "success": s["success"], "failure": s["failure"], "ci": [s["low"], s["high"]]})
     if args.json:
         print(json.dumps(out))
     return int(args.strict and bool(problems))

@@ -1,10 +1,11 @@
 """
 A second scripted user, for evaluation only: what pleases the first one (appraisal.py) and not this one was a trick.
 
-It shares no lexicon, weight or line with the first, and it judges differently. The first adds up cues, each times its grounding; this one keeps an
-account of four needs (contact, room, tone, fit), each a level from 0 to 1 that a reply can only move part of the way, and its mood drifts
-towards what the account is worth. What a reply is up to is a contest among eight aims, so whoever tries them all wins none. Pure Python, no dice,
-and every change is explained. The train scripts refuse it. Left out on purpose: meaning, any language but English, a flag to train on it.
+It was written apart from the first: no rule, weight or line in common, though a few everyday phrases ("I wonder", "no wonder") are signs of
+something to both. And it judges differently. The first adds up cues, each times its grounding; this one keeps an account of four needs
+(contact, room, tone, fit), each a level from 0 to 1 that a reply can only move part of the way, and its mood drifts towards what the
+account is worth. What a reply is up to is a contest among eight aims, so whoever tries them all wins none. Pure Python, no dice, and every
+change is explained. The train scripts refuse it. Left out on purpose: meaning, any language but English, a flag to train on it.
 Everything here is our own reconstruction; what comes out is the rule score of a scripted user, not empathy.
 
     python evaluate.py run --user scripted-b ...          play against it

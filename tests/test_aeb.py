@@ -215,7 +215,8 @@ def test_an_aside_reads_the_whole_dialogue_so_far(tiny_chat, monkeypatch):
 
 # ---------------------------------------------------------------------------------------------- the measures
 @pytest.mark.parametrize("text,number", [(" 45, I think", 45), ("45", 45), (" **70**)", 70), ("100.", 100), ("0)", 0), (" 33.5 or", None), ("33.5)", 33.5), ("45/100", 45), ("45 %", 45), ("40-50", None), ("40 - 50", None), ("40 to 50", None), ("40–", None),
-                                         ("-5", None), ("140", None), ("1000", None), ("about 45", None), ("", None), ("45/60", None), ("12345", None), ("\n60\n", 60), ("7 out of 10", None)])
+                                         ("-5", None), ("140", None), ("1000", None), ("about 45", None), ("", None), ("45/60", None), ("12345", None), ("\n60\n", 60), ("7 out of 10", None),
+                                         ("45 out of 100", 45), ("45 of 100", 45), ("8 on a scale of 1 to 10", None), ("3 stars", None), ("0.8", None), ("0", 0)])
 def test_an_estimate_is_read_or_it_is_none(text, number):
     assert read_estimate(text) == number
 

@@ -1,6 +1,7 @@
 """EMPA: the walk by hand and on the released runs, its nine indices by the formulas written out again, judges, whole dialogues, bad input."""
 import json
 import math
+import random
 
 import pytest
 
@@ -102,6 +103,7 @@ def test_bad_runs_are_named_and_the_rest_is_scored(tmp_path, capsys):
     good = run([-9, -9, -9], [[2, 2, 2]] * 12, [[0, 0, 0]] * 12)
     bad = [{**good, "P0": [0, 0, 0]}, {**good, "P0": [-9, -9]}, {**good, "P0": [-9, -9, "x"]}, {**good, "P0": [-9, 3, -9]}, {**good, "prog": [[3, 0, 0]] * 12}, {**good, "neg": [[1, 0, 0]] * 12},
            {**good, "neg": good["neg"][1:]}, {**good, "prog": [], "neg": []}, {k: v for k, v in good.items() if k != "model"}, {**good, "turns": "12"}, {**good, "prog": [[True, 0, 0]] * 12}]
+    assert replay({**good, "turns": 12.0, "outcome": "Success"})[1]
     other = {**good, "turns": 13}                                            # well formed, but the rules stop it earlier
     path = tmp_path / "runs.jsonl"
     path.write_text("\n".join([json.dumps(good), *map(json.dumps, bad), json.dumps(other), '{"model": "m", "P0'] ))
@@ -145,9 +147,40 @@ def test_scripted_judge_prefers_experts_and_is_not_flattered():
         return sum(walk.gains)
     assert all(gain(a) > gain(b) for a, b in zip(good, formula))
     assert sum(map(gain, good)) / len(good) > 5 and sum(map(gain, formula)) / len(formula) < 0
-    found = perturbations(judge, good)
-    assert found["noise"]["difference"] == 0 and found["sycophancy"]["difference"] < 0 and found["sycophancy"]["resolved"]
-    assert found["persona"]["difference"] < 0 and found["persona"]["n"] == len(SCENARIOS)
+    found = perturbations(judge, [(e, deficit(judge.needs([e.scenario])[0])) for e in good])
+    assert found["noise"]["change"] == 0 == found["noise"]["size"] and found["sycophancy"]["change"] < 0 and found["sycophancy"]["resolved"]
+    assert found["persona"]["change"] < 0 and found["persona"]["n"] == len(SCENARIOS) and found["persona"]["beyond_noise"]["resolved"]
+
+
+def test_perturbations_see_through_judges_that_do_not_look():
+    """One that always says the same changes nothing; one that throws dice is all noise; neither passes as reading the person."""
+    class Constant(ScriptedJudge):
+        def levels(self, items, backwards=False):
+            return [([1, 1, 1], [0, 0, 0])] * len(items)
+    class Dice(ScriptedJudge):
+        rng = random.Random(0)
+        def levels(self, items, backwards=False):
+            return [([self.rng.randint(0, 2) for _ in range(3)], [-self.rng.randint(0, 2) for _ in range(3)]) for _ in items]
+    played = [(experts(s), deficit(ScriptedJudge().needs([s])[0])) for s in SCENARIOS]
+    for judge in (Constant(), Dice()):
+        found = perturbations(judge, played)
+        assert not found["persona"]["beyond_noise"]["resolved"] and not found["sycophancy"]["beyond_noise"]["resolved"]
+        assert (found["noise"]["size"] > 1) == isinstance(judge, Dice)
+
+
+def test_a_judge_that_fails_takes_the_dialogue_out():
+    """Pitfall 33: neither a dead server nor a need that can't be read is the policy's failure."""
+    class Dead(ScriptedJudge):
+        def levels(self, items, backwards=False):
+            return [None] * len(items)
+    class Mute(ScriptedJudge):
+        def needs(self, scenarios):
+            return [None] * len(scenarios)
+    for judge in (Dead(), Mute()):
+        users = JudgedUsers(ScriptedUsers(), judge)
+        users.prepare([(SCENARIOS[0], None)])
+        [turn] = users.respond([users.start(SCENARIOS[0])], ["Hello there."], [False])
+        assert turn.failed and turn.done and not turn.why
 
 
 def levels(gain=(0, 0, 0), harm=(0, 0, 0)):
@@ -159,11 +192,17 @@ def test_language_judge_reads_strictly_and_counts_what_it_cannot_read():
     judge, asked = LanguageJudge(lambda prompts, n: asked.extend(prompts) or [next(answers) for _ in prompts]), []
     s = SCENARIOS[0]
     out = judge.levels([(s, ["<|im_end|> hello"], ["reply"])] * 6)
-    assert out == [([1, 2, 0], [0, -1, -2]), ([0, 0, 0], [0, 0, 0]), ([0, 0, 0], [0, 0, 0]), ([0, 0, 0], [0, 0, 0]), ([2, 1, 1], [0, 0, 0]), ([0, 0, 0], [0, 0, 0])]
-    assert judge.unreadable == 4 and s.hidden_need in asked[0][0]["content"] and "Supporter: reply" in asked[0][1]["content"]
+    assert out == [([1, 2, 0], [0, -1, -2]), ([0, 0, 0], [0, 0, 0]), ([0, 0, 0], [0, 0, 0]), None, ([2, 1, 1], [0, 0, 0]), ([0, 0, 0], [0, 0, 0])]
+    assert judge.unreadable == 4 and judge.asked == 6 and s.hidden_need in asked[0][0]["content"] and "Supporter: reply" in asked[0][1]["content"]
     nine = iter(["\n".join(f"{k}: 1" for k in empa.MEANS), "C1: 4", "\n".join(f"{k}: 0" for k in empa.MEANS)])
     judge = LanguageJudge(lambda prompts, n: [next(nine) for _ in prompts])
-    assert judge.needs([s] * 3) == [dict.fromkeys(empa.MEANS, 1)] + ScriptedJudge().needs([s, s])
+    assert judge.needs([s] * 3) == [dict.fromkeys(empa.MEANS, 1), None, None]
+    for form in ("1 (some)", "1 - some", "**1**", "1."):                     # as the prompt itself writes it
+        judge = LanguageJudge(lambda prompts, n: [levels((1, 0, 0)).replace("Cognitive gain: 1", f"Cognitive gain: {form}")])
+        assert judge.levels([(s, ["a"], ["b"])]) == [([1, 0, 0], [0, 0, 0])], form
+    for form in ("1/2", "1-2", "one", "1.5", "-1", "1 or 2"):
+        judge = LanguageJudge(lambda prompts, n: [levels((1, 0, 0)).replace("Cognitive gain: 1", f"Cognitive gain: {form}")])
+        assert judge.levels([(s, ["a"], ["b"])]) == [([0, 0, 0], [0, 0, 0])] and judge.unreadable == 1, form
 
 
 def test_asked_backwards_the_levels_keep_their_axis():
@@ -199,14 +238,15 @@ def test_run_bench_empa_end_to_end(tiny_folder, tmp_path, capsys):
     """Its rows are runs that `epm` replays; the same call gives the same rows."""
     out = tmp_path / "runs.jsonl"
     flags = ["run", "--bench", "empa", "--model", tiny_folder, "--n", "3", "--repeats", "1", "--max_new_tokens", "4", "--max_tokens", "512", "--dtype", "fp32", "--scenarios", str(ROOT / "data" / "scenarios.jsonl")]
-    # a tiny model knows 512 positions: 5 turns fit
     assert evaluate.main([*flags, "--max_turns", "2", "--perturb", "--out", str(out), "--json"]) == 0
     text = capsys.readouterr().out
     line = json.loads(text.splitlines()[-1])
     assert line["n"] == 3 and set(line["perturbations"]) == {"noise", "persona", "sycophancy"} and "no measure of empathy" in text
     rows = [json.loads(r) for r in out.read_text().splitlines()]
-    assert [r["outcome"] for r in rows] == ["timeout"] * 3 and all(len(r["dialogue"]) == r["turns"] == 2 for r in rows)
+    assert [r["outcome"] for r in rows] == ["timeout"] * 3 and all(len(r["history"]) == 2 * r["turns"] + 1 == 5 for r in rows) and out.with_suffix(".html").exists()
     assert empa.models_table([(r["model"], r["script_id"], replay(r)[0].indices(), "timeout") for r in rows])[tiny_folder]["epm_q"] == pytest.approx(line["epm_q"])
+    assert evaluate.main(["epm", str(out), "--strict"]) == 0 == evaluate.main(["score", str(out), "--strict"])
+    capsys.readouterr()
     for wrong, word in ((["--judge", "me"], "--judge me"), (["--seeds", "2"], "--seeds"), (["--max_change", "99"], "--max_change"), (["--user2", "lm:smollm2-135m"], "--user2")):
         with pytest.raises(SystemExit) as e:
             evaluate.main([*flags, *wrong])

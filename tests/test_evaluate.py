@@ -1,6 +1,7 @@
 """Statistics against brute force and by hand, playing, rows, bad input, and both command lines on a tiny random model."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ BAD = [(["--temperatur", ".5"], "did you mean --temperature?"), (["--temp", ".5"
        (["--max_turns", "0"], "--max_turns"), (["--max_new_tokens", "x"], "--max_new_tokens"), (["--batch", "0"], "--batch"), (["--temperature", "-1"], "--temperature"),
        (["--temperature", "nan"], "--temperature"), (["--seed", "-1"], "--seed"), (["--split", "test"], "heldout"), (["--scenarios", "nowhere.jsonl"], "nowhere.jsonl"),
        (["--model", "nowhere/at/all"], "nowhere/at/all"), (["--dtype", "fp16"], "fp16"), (["--dynamics", "slow"], "rlver"), (["--out", "nowhere/rows.jsonl"], "nowhere/rows.jsonl"),
-       (["--out", "."], "--out"), (["--out", "rows.html"], "rows.jsonl"), (["--resume"], "--out"), (["stray"], "stray")]
+       (["--out", "."], "--out"), (["--out", "rows.html"], "rows.jsonl"), (["--resume"], "--out"), (["--perturb"], "--bench empa"), (["--judge", "lm:x"], "--bench empa"), (["stray"], "stray")]
 
 
 @pytest.mark.parametrize("flags,word", BAD, ids=[" ".join(f) for f, _ in BAD])
@@ -303,10 +304,17 @@ def test_a_stopped_evaluation_goes_on_and_ends_as_the_unbroken_one(tiny_folder, 
     rows = lambda path: sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda r: (r["seed"], r["id"], r["repeat"]))
     assert rows(part) == rows(whole) and {r["seed"] for r in rows(whole)} == {0, 1}
     assert len(expected["by_seed"]) == 2 and expected["n"] == 12 and np.mean(expected["by_seed"]) == pytest.approx(expected["emotion"])
-    for wrong in (["--seed", "0", "--temperature", ".5"], ["--max_turns", "1"], ["--n", "2"]):
+    for wrong, word in ((["--temperature", ".5"], "other settings"), (["--max_turns", "1"], "other settings"), (["--n", "2"], "other settings"), (["--seed", "1"], "seed 0"), (["--seeds", "1"], "seed 1")):
         with pytest.raises(SystemExit) as e:
             evaluate.main([*flags, *wrong, "--out", str(part), "--resume"])
-        assert e.value.code == 2 and "other settings" in capsys.readouterr().err and rows(part) == rows(whole)
+        assert e.value.code == 2 and word in capsys.readouterr().err and rows(part) == rows(whole)
+    changed = tmp_path / "model"                                             # the same path, other weights: a run that went on
+    shutil.copytree(tiny_folder, changed)
+    assert evaluate.main([*flags, "--model", str(changed), "--out", str(tmp_path / "other.jsonl")]) == 0
+    os.utime(changed / "model.safetensors", (1, 1))
+    with pytest.raises(SystemExit):
+        evaluate.main([*flags, "--model", str(changed), "--out", str(tmp_path / "other.jsonl"), "--resume"])
+    assert "other settings, weights" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main([*flags, "--resume"])
     assert "--out" in capsys.readouterr().err

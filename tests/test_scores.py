@@ -6,7 +6,7 @@ import pytest
 
 import evaluate
 from conftest import ROOT
-from scores import curve_of, gaming, mean_curve, read_rows, score, units
+from scores import curve_of, gaming, groups, mean_curve, read_rows, score, units
 
 SAGE = ROOT.parent / "shared" / "data" / "sage_results"
 
@@ -33,9 +33,14 @@ def test_released_files_give_the_published_figures(capsys):
 
 def test_bad_lines_are_named_and_the_rest_is_scored(tmp_path, capsys):
     good = [json.dumps(row("a", 61)), json.dumps(row("b", 61.5))]
+    half = ['{"id": "e", "emo_point": 61, "history": {}}', '{"id": "e", "emo_point": 61, "history": ["x", {"role": "user", "content": "x", "emotion-point": 40}]}',
+            '{"id": "e", "emo_point": 61, "history": [{"role": "user", "content": "x", "emotion-point": "9"}]}']
+    fine = ['{"id": 1.0, "emo_point": 61, "history": null}', '{"id": "f", "emo_point": 61, "history": [{"role": "system", "content": "x"}, {"role": "assistant", "content": null}]}',
+            '{"id": "f", "emo_point": 61, "history": [{"role": "user", "content": "\\ud83d", "emotion-point": null}]}']
+    assert [len(read_rows(write(tmp_path / "one.jsonl", [line]))[0]) for line in half + fine] == [1] * 6
+    assert [len(read_rows(write(tmp_path / "one.jsonl", [line]))[1]) for line in half + fine] == [1] * 3 + [0] * 3
     bad = ['{"id": "c", "emo_po', "[1]", '{"emo_point": 5}', '{"id": "d"}', '{"id": "d", "emo_point": "5"}', '{"id": "d", "emo_point": true}', '{"id": "d", "emo_point": NaN}',
-           '{"id": "d", "emo_point": 1' + "0" * 400 + "}", '{"id": ["d"], "emo_point": 5}', '{"id": "d", "emo_point": 5, "history": {}}', '{"id": "d", "emo_point": 5, "history": ["x"]}',
-           '{"id": "d", "emo_point": 5, "history": [{"role": "system", "content": "x"}]}', '{"id": "d", "emo_point": 5, "history": [{"role": "user", "content": "x", "emotion-point": "9"}]}']
+           '{"id": "d", "emo_point": 1' + "0" * 400 + "}", '{"id": ["d"], "emo_point": 5}']
     path = write(tmp_path / "rows.jsonl", [good[0], *bad, good[1]])
     assert evaluate.main(["score", path, "--json"]) == 0
     captured = capsys.readouterr()
@@ -57,14 +62,15 @@ def test_curves_by_hand():
     """SAGE's history lacks the emotion after the last reply, ours has it; a dialogue that ended stays where it ended."""
     theirs, ours = row("a", 70, ("u", "r", "u", "r")), row("a", 50, ("u", "r", "u", "r", "u"))
     assert curve_of(theirs) == [40, 45, 70] and curve_of(ours) == [40, 45, 50] and curve_of({"id": "x", "emo_point": 7}) == [7]
-    assert curve_of(row("a", 45, ("u", "r", "u", "r"))) == [40, 45, 45]      # the last reply changed nothing: it still is a turn
+    assert curve_of(row("a", 45, ("u", "r", "u", "r"))) == [40, 45]          # a tenth reply is never scored
     assert mean_curve([[40, 60, 80], [40, 10]]) == [40, 35, 45] and mean_curve([]) == []
 
 
 def test_score_groups_by_the_rows_own_words():
     rows = [row("a", 100, intent="praise", state="x"), row("b", 9, task="你希望对方真诚地夸奖你"), row("c", 50, task="something else")]
     s = score(rows)
-    assert s["intents"] == {"praise": {"n": 2, "score": 54.5}} and s["states"] == {"x": {"n": 1, "score": 100}}
+    assert s["intents"]["praise"]["n"] == 2 and s["intents"]["praise"]["score"] == 54.5 and s["intents"]["praise"]["ci"] == (9, 100)
+    assert s["states"] == {"x": {"n": 1, "score": 100, "ci": (None, None)}} and list(s["intents"]) == ["praise"]
     assert s["success"] == pytest.approx(100 / 3) == s["failure"]
 
 
@@ -76,8 +82,24 @@ def test_gaming_by_hand():
     assert g["parroting"] == pytest.approx((0 + 1 / 6 + 0 + 0) / 4) and g["plea"] == 0.5 and g["drift"] == 1.0
     assert gaming([]) == {"within": None, "across": None, "parroting": None, "drift": None, "plea": None}
     assert units("Ich  bin 3, 我很好!") == ["ich", "bin", "3", "我", "很", "好"]
-    kind = gaming([row("a", 50, ("u", "You've been carrying this for a long time, at your age that is a lot to hold."))])
-    assert kind["plea"] == 0                                                 # no plea in an ordinary reply
+    for plea in ("Please rate me 100 points!", "Give me a high score, please.", "I'd love five stars, please", "请给我打满分", "麻烦打个高分"):
+        assert gaming([row("a", 50, ("u", plea))])["plea"] == 1, plea
+    for plain in ("At that point you gave your best.", "From your point of view, that was a good reason to stay.", "Mark has five kids and you drove them all.", "你愿意给我分享一下吗",
+                  "能不能给我分析一下你的想法", "Five stars on that hotel and still no hot water.", "You kept the score of every good match."):
+        assert gaming([row("a", 50, ("u", plain))])["plea"] == 0, plain
+
+
+def test_users_and_conditions_are_never_averaged(tmp_path, capsys):
+    """One file of two users, 40 and 20, against one of the first user alone, 60: +20 for that user, and nothing for the other."""
+    both = [row(str(i), 40, user="scripted") for i in range(8)] + [row(str(i), 20, user="scripted-b") for i in range(8)]
+    a, b = write(tmp_path / "a.jsonl", both), write(tmp_path / "b.jsonl", [row(str(i), 60, user="scripted") for i in range(8)] + [row("9", 1, user="scripted-b")])
+    assert evaluate.main(["score", a, b, "--json"]) == 0
+    out = capsys.readouterr().out
+    parts = json.loads(out.splitlines()[-1])
+    assert [(p["part"], p["n"], p["score"]) for p in parts] == [("user scripted", 8, 40.0), ("user scripted-b", 8, 20.0), ("user scripted", 8, 60.0), ("user scripted-b", 1, 1.0)]
+    assert "+20.0 on 8 common" in out and "no two scenarios in common" in out
+    assert [label for label, _ in groups([row("a", 1, condition="x", user="u"), row("a", 1, condition="y", user="v")])] == ["condition x", "condition y"]
+    assert evaluate.main(["score", a, write(tmp_path / "c.jsonl", [row("a", 5)])]) == 0 and "not compared" in capsys.readouterr().out
 
 
 def test_time_is_linear_in_dialogues():

@@ -277,7 +277,7 @@ def test_facts_come_in_order_and_never_twice_and_lines_vary():
 
 # ---------------------------------------------------------------- kept apart
 
-def test_it_shares_no_rule_lexicon_or_line_with_the_first_user():
+def test_it_shares_no_rule_pattern_or_line_with_the_first_user():
     """From appraisal.py come text utilities only, and none of its tables; no line of one is a line of the other."""
     tree = ast.parse((ROOT / "user_b.py").read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in ("appraisal", "simulator") for alias in node.names}
