@@ -181,7 +181,7 @@ def summary(rows):
 def read_rows(path):
     """The rows of an --out file: id -> row, and problems "file:line: what is wrong"; a bad row is left out. OSError where the file can't be read."""
     rows, problems = {}, []
-    for number, row, problem in read_lines(path):
+    for number, row, problem in read_lines(path, mend=True):
         row = row or {}
         texts = lambda field: isinstance(row.get(field), list) and row[field] and all(isinstance(x, str) for x in row[field])
         good = {"id": isinstance(row.get("id"), str) and row["id"] not in rows, "kind": row.get("kind") in list(COUNTED), "prompts": texts("prompts"),
@@ -219,8 +219,8 @@ def comparison(rows):
     """-> n pairs, fraction (mean, 1: A wins everything) with its 95 % bootstrap interval over tasks, resolved (whether that leaves out .5), unscored,
     order_bias: mean share given to whoever is shown first (.5: none), flips: share of pairs whose two orders name different winners."""
     kept = [r for r in rows if r["fraction"] is not None]
-    low, high = bootstrap([r["fraction"] for r in kept])
-    return {"n": len(kept), "fraction": mean([r["fraction"] for r in kept]), "ci": [low, high], "resolved": low is not None and not low <= 0.5 <= high,
+    low, high = bootstrap([r["fraction"] for r in kept], expanded=True)
+    return {"n": len(kept), "fraction": mean([r["fraction"] for r in kept]), "ci": [low, high], "resolved": len(kept) >= 6 and not low <= 0.5 <= high,
             "unscored": len(rows) - len(kept), "order_bias": mean([0.5 + r["lean"] / 60 for r in kept]),
             "flips": mean([float(abs(r["lean"]) > abs(r["diff"])) for r in kept])}
 
