@@ -189,6 +189,8 @@ def main(argv=None):
         die(f"--trajectories {unknown[0]}: there are {', '.join(TRAJECTORIES)}")
     if "lm:self" in kinds:
         die("--user lm:self would be another user for each model; name one with lm:MODEL")
+    if args.seed >= 2 ** 40:
+        die(f"--seed {args.seed}: must be below 2^40")
     if args.out and Path(args.out).suffix == ".html":
         die(f"--out {args.out}: is for rows; the page gets this name by itself, so give something like {Path(args.out).with_suffix('.jsonl')}")
     if args.out and Path(args.out).exists() and not args.overwrite:
@@ -239,7 +241,7 @@ def main(argv=None):
                         rows[title].extend(kept)
                         conditions[-1]["failed"] += failed
                     play(model, Chat(tokenizer, model.config.vocab, think=think), users[kind], scenarios, args, bar, finished)
-        except (KeyboardInterrupt, BudgetSpent) as e:
+        except (KeyboardInterrupt, BudgetSpent, OSError) as e:
             stopped = f"stopped{f', {e}' if str(e) else ''}: {sum(map(len, rows.values()))} of {total * each} dialogues were finished\n"
     if not stopped and not any(rows.values()):
         die(f"every simulated user failed{users[kinds[0]].trouble()}; nothing was measured")
@@ -255,13 +257,11 @@ def main(argv=None):
     line = {"bench": "aeb", "split": args.split, "scenarios": len(scenarios), "repeats": args.repeats, "max_turns": args.max_turns, "temperature": args.temperature, "seed": args.seed,
             "dynamics": args.dynamics, "conditions": conditions, "tests": tests}
     if written and not stopped:
-        page = Path(args.out).with_suffix(".html")
-        report.page(page, [(c["name"], rows[c["name"]]) for c in conditions if rows[c["name"]]], "AEB-style: adversarial users of our own. " + "; ".join(u.note for u in users.values()), compare=len(kinds) == 1)
-        print(f"to look at: {page}")
-    if args.record and not stopped:
-        record_result(args.record, line)
+        report.beside(args.out, [(c["name"], rows[c["name"]]) for c in conditions if rows[c["name"]]], "AEB-style: adversarial users of our own. " + "; ".join(u.note for u in users.values()), compare=len(kinds) == 1)
     if args.json:
         print(json.dumps(line))
+    if args.record and not stopped:
+        record_result(args.record, line)
     return 130 if stopped else 0
 
 

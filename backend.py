@@ -233,7 +233,10 @@ def check_backend(flag, spec, args, allowed="lm:MODEL or server:URL#MODEL"):
         resolve(rest, f"{flag} lm:")
     if kind == "server":
         from huggingface_hub import constants
-        url = urlsplit(rest.partition("#")[0])
+        try:
+            url = urlsplit(rest.partition("#")[0])
+        except ValueError as e:
+            die(f"{flag} {spec}: no address of a server ({e})")
         if url.scheme not in ("http", "https") or not url.hostname:
             die(f"{flag} {spec}: the server's address must begin with http:// or https://")
         if args.server_key_env and not os.environ.get(args.server_key_env, "").strip():

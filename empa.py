@@ -9,8 +9,6 @@ far away on each axis. What counts is the way made along the need, how steadily,
 """
 import json
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -19,7 +17,7 @@ from appraisal import STAGES, appraise
 from backend import BudgetSpent, check_backend, make_backend
 from rundir import Flags, die, record_result
 from scenarios import read_lines
-from scores import number
+from scores import number, show
 from simulator import DYNAMICS
 from stats import bootstrap, half_up, mean, paired_difference
 
@@ -235,12 +233,14 @@ def bench(args, scenarios, model, chat, users, dtype, device):
     with tqdm(total=len(scenarios) * args.repeats * args.max_turns, unit="reply", leave=False) as bar:
         try:
             play(model, chat, judged, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature, args.seed, args.batch, bar, finished)
-            if args.perturb and played:
-                bar.reset(4 * len(played))
-                bar.set_description("judged again, dialogues")
+        except (KeyboardInterrupt, BudgetSpent, OSError) as e:
+            stopped = f"stopped{f', {e}' if str(e) else ''}: {len(played)} of {len(scenarios) * args.repeats} dialogues were finished"
+    if args.perturb and played and not stopped:            # what was played is reported, recorded and drawn, however this ends
+        with tqdm(total=4 * len(played), desc="judged again", unit="dialogue", leave=False) as bar:
+            try:
                 checks = perturbations(judge, played, bar)
-        except (KeyboardInterrupt, BudgetSpent) as e:
-            stopped = f"stopped{f', {e}' if str(e) else ''}: {len(played)} of {len(scenarios) * args.repeats} dialogues were finished, {'none' if args.perturb else 'none asked to be'} judged again"
+            except (KeyboardInterrupt, BudgetSpent) as e:
+                print(f"--perturb was stopped{f', {e}' if str(e) else ''}; the dialogues are all there")
     if not played:
         print(stopped) if stopped else die(f"every simulated user or its judge failed{users.trouble()}; nothing was measured")
         return 130
@@ -257,14 +257,12 @@ def bench(args, scenarios, model, chat, users, dtype, device):
               + (f"   {'beyond' if beyond['resolved'] and beyond['difference'] > 0 else 'not beyond'} the noise" if name != "noise" else "") if d["change"] is not None else " needs two scenarios, and two intentions"))
     if args.out and not stopped:
         import report
-        page = Path(args.out).with_suffix(".html")
-        report.page(page, [(args.model, rows)], f"EMPA, judged by {args.judge}: the emotion shown is the user's own mood, which ends no dialogue here")
-        print(f"to look at: {page}")
+        report.beside(args.out, [(args.model, rows)], f"EMPA, judged by {args.judge}: the emotion shown is the user's own mood, which ends no dialogue here")
     line = {"label": args.label, "bench": "empa", "model": args.model, "judge": args.judge, "user": args.user, "seed": args.seed, "max_turns": args.max_turns, "unreadable": judge.unreadable, **models[args.model], "perturbations": checks}
-    if args.record and not stopped:
-        record_result(args.record, line)
     if args.json:
         print(json.dumps(line))
+    if args.record and not stopped:
+        record_result(args.record, line)
     return 130 if stopped else 0
 
 
@@ -276,7 +274,7 @@ def dialogue_row(model, e, walk):
     from evaluate import row
     prog, neg = zip(*walk.levels)
     return {"model": model, "script_id": e.scenario.id, "P0": walk.points[0].tolist(), "prog": prog, "neg": neg, "turns": len(prog), "outcome": walk.outcome or "timeout",
-            "last": walk.last if walk.outcome else len(prog), **row(e, 0)}
+            "last": walk.last if walk.outcome else len(prog), "bench": "empa", **row(e, 0)}
 
 
 def rejudge(judge, P0, scenario, said, replies, backwards=False):
@@ -332,6 +330,8 @@ def run_problem(row):
         for i, levels in enumerate(row[name], 1):
             if not isinstance(levels, list) or len(levels) != 3 or not all(number(x) and x * sign in (0, 1, 2) for x in levels):
                 return f"field '{name}': turn {i} must be three levels, {'0, 1 or 2' if sign > 0 else '0, -1 or -2'}"
+    if "last" in row and not (type(row["last"]) is int and 1 <= row["last"] <= LAST):
+        return f"field 'last': must be a whole number from 1 to {LAST}, the turn at which time was up"
     if not len(row["prog"]) == len(row["neg"]) >= 1:
         return f"field 'neg': {len(row['neg'])} turns, 'prog' has {len(row['prog'])}; they need as many, at least one"
     return ""
@@ -394,10 +394,10 @@ def main(argv=None):
             if not same:
                 problems.append(f"{path}:{at}: says {row['outcome']} at turn {row['turns']}; the rules give {walk.outcome or 'no end'} at turn {len(walk.gains)}")
             runs.append((row["model"], str(row.get("script_id", at)), walk.indices(), walk.outcome))
-    print(*problems[:20], *[f"... and {len(problems) - 20} more lines"] * (len(problems) > 20), sep="\n", file=sys.stderr, end="\n" * bool(problems))
+    show(problems)
     models = models_table(runs)
     print(f"{len(runs)} runs, {replayed} replayed: outcome and stopping turn as the file says\n")
     print_table(models)
     if args.json:
         print(json.dumps({"runs": len(runs), "replayed": replayed, "models": models}))
-    return int(args.strict and bool(problems))
+    return int(args.strict and bool(problems) or not runs)

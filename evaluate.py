@@ -185,19 +185,25 @@ def weights_stamp(folder):
 
 
 def finished_batches(path, stamp, asked, scenarios, repeats, size):
-    """What --resume finds in a file of rows: (user, seed, first scenario of the batch) -> its rows, for the batches that are whole. asked: the (user, seed) of this
+    """What --resume finds in a file of rows: (user, seed, first scenario of the batch) -> its (row, Episode)s, for the batches that are whole. asked: the (user, seed) of this
     command. SystemExit where it's another evaluation's, or was asked for more."""
     rows, problems = read_rows(path)
+    last = len(path.read_bytes().rstrip(b"\n").split(b"\n"))
+    if problems and (len(problems) > 1 or not rows or not problems[0].startswith(f"{path}:{last}:")):
+        die(f"--resume: {problems[0]}; only a last line may be cut off, so nothing was touched; mend the file or give another --out")
     for problem in problems:
         print(f"{problem}; left out", file=sys.stderr)
-    if any(r.get("evaluation") != stamp for r in rows):
+    if any(r.get("evaluation") != stamp or not isinstance(r.get("user"), str) or not isinstance(r.get("seed"), int) for r in rows):
         die(f"--resume: {path} was written by other settings, weights or scenarios; give the same flags, or another --out")
     if other := {(r["user"], r["seed"]) for r in rows} - asked:
         die(f"--resume: {path} has rows of {' and '.join(f'user {u}, seed {s}' for u, s in sorted(other))}; give the --seed, --seeds and --user2 it was begun with (or more of them), or another --out")
-    place, batches = {s.id: i for i, s in enumerate(scenarios)}, {}
+    place, batches, by_id, by_state = {s.id: i for i, s in enumerate(scenarios)}, {}, {s.id: s for s in scenarios}, {str(z): z for z in STATES}
     for r in rows:
-        batches.setdefault((r["user"], r["seed"], place[r["id"]] // size * size), {})[r["id"], r["repeat"]] = r
-    return {k: [found[i] for i in sorted(found, key=lambda i: (place[i[0]], i[1]))] for k, found in batches.items() if len(found) == len(scenarios[k[2]:k[2] + size]) * repeats}
+        try:
+            batches.setdefault((r["user"], r["seed"], place[r["id"]] // size * size), {})[place[r["id"]], int(r["repeat"])] = (r, revive(r, by_id, by_state))
+        except (KeyError, ValueError, TypeError, IndexError):
+            pass                                           # damaged: its batch is played again
+    return {k: [found[i] for i in sorted(found)] for k, found in batches.items() if len(found) == len(scenarios[k[2]:k[2] + size]) * repeats}
 
 
 # ---------------------------------------------------------------------------------------------- run
@@ -211,6 +217,12 @@ def run(args):
     if out:
         if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
             die(f"--out {out}: cannot be written; give a file in a folder that exists")
+        try:
+            writable(str(out))
+        except argparse.ArgumentTypeError as e:
+            die(f"--out {e}")
+        if args.resume and args.overwrite:
+            die("--resume and --overwrite: one of them")
         if out.suffix == ".html":
             die(f"--out {out}: is for rows; the page gets this name by itself, so give something like {out.with_suffix('.jsonl')}")
         if out.exists() and not (args.overwrite or args.resume):
@@ -240,8 +252,6 @@ def run(args):
     weights = [weights_stamp(Path(f)) for f in (resolve(args.model), args.init if "lm:self" in names else None) if f]
     stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights]).encode("utf-8", "replace")).hexdigest()[:12]
     done = finished_batches(out, stamp, {(u, s) for u in names for s in seeds}, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
-    if args.resume and out.exists():
-        write_atomically(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for rows in done.values() for r in rows).encode())
 
     print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
     print(f"users      {len(scenarios)} {args.split} scenarios of {args.scenarios}, user {' and '.join(names)}, {args.dynamics} dynamics (from {DYNAMICS[args.dynamics][0]})")
@@ -252,6 +262,9 @@ def run(args):
     initial = load(args.init, dtype, device)[0] if "lm:self" in names and args.init else model
     if args.bench == "empa":
         return empa.bench(args, scenarios, model, chat, make_users(args, (initial, chat), dtype, device), dtype, device)
+    everyone = {name: make_users(argparse.Namespace(**{**vars(args), "user": name}), (initial, chat), dtype, device) for name in names}
+    if done:                                               # what is kept, without the batches that are not whole
+        write_atomically(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for batch in done.values() for r, _ in batch).encode())
     played, start, stopped, lines, fresh = {}, time.time(), "", [], bool(done)
 
     def finished(batch, name, seed):                       # a batch at a time, so that Ctrl-C loses the batch in play only; SAGE's format has no word for a user that failed
@@ -263,23 +276,22 @@ def run(args):
             fresh = True
         played.setdefault((name, seed), []).extend(batch)
 
-    by_id, by_state = {s.id: s for s in scenarios}, {str(z): z for z in STATES}
-    everyone = {}
     with tqdm(total=n * len(seeds) * len(names) * args.max_turns, unit="reply", leave=False) as bar:
         try:
-            for name in names:
-                everyone[name] = users = make_users(argparse.Namespace(**{**vars(args), "user": name}), (initial, chat), dtype, device)
+            for name, users in everyone.items():
                 for seed in seeds:
-                    kept = {first: [revive(r, by_id, by_state) for r in rows] for (u, s, first), rows in done.items() if (u, s) == (name, seed)}
+                    kept = {first: [e for _, e in batch] for (u, s, first), batch in done.items() if (u, s) == (name, seed)}
                     play(model, chat, users, scenarios, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature, seed, args.batch, bar,
                          lambda batch: finished(batch, name, seed), args.states, kept, lambda batch: played.setdefault((name, seed), []).extend(batch))
-        except (KeyboardInterrupt, BudgetSpent) as e:
-            stopped = f"\nstopped{f', {e}' if str(e) else ''}: {sum(map(len, played.values()))} of {n * len(seeds) * len(names)} dialogues were finished" + (f"; go on with --resume" if out else "")
-    for name in names:
-        episodes, users = [e for (u, _), part in played.items() if u == name for e in part], everyone.get(name)
-        if episodes and all(e.finish == "user_failed" for e in episodes):
-            die(f"every simulated user failed{users.trouble()}; nothing was measured")
-        if not users or not episodes and stopped and lines:
+        except (KeyboardInterrupt, BudgetSpent, OSError) as e:     # OSError: the disk is full
+            stopped = f"\nstopped{f', {e}' if str(e) else ''}: {sum(map(len, played.values()))} of {n * len(seeds) * len(names)} dialogues were finished" + "; go on with --resume" * bool(out and fresh)
+    if played and all(e.finish == "user_failed" for part in played.values() for e in part):
+        die(f"every simulated user failed{everyone[names[0]].trouble()}; nothing was measured")
+    print(stopped)
+    for name, users in everyone.items():
+        episodes = [e for (u, _), part in played.items() if u == name for e in part]
+        if not any(e.finish != "user_failed" for e in episodes):
+            print(f"user {name}: " + (f"failed in every dialogue{users.trouble()}; not measured" if episodes else "no dialogue was finished"), flush=True)
             continue
         if args.show and episodes:
             order = sorted(episodes, key=lambda e: -e.emotion)
@@ -290,21 +302,19 @@ def run(args):
         result, by_seed = summary(episodes), [summary(played[name, s])["emotion"] for s in seeds if (name, s) in played]
         lines.append({"label": args.label, "model": args.model, "split": args.split, "seed": args.seed, "seeds": args.seeds, "repeats": args.repeats, "dynamics": args.dynamics, "max_turns": args.max_turns,
                       "temperature": args.temperature, "note": users.note, "user": name, "interaction": "24 states" if args.states else "plain", **result, "by_seed": by_seed, **users.report()})
-        print(stopped + "\n" + f"user {name}\n" * (len(names) > 1) + table(result, users.note))
+        print("\n" * bool(lines) + f"user {name}\n" * (len(names) > 1) + table(result, users.note))
         if args.seeds > 1 and len(by_seed) > 1 and None not in by_seed:
             print(f"by seed             {' '.join(map(half_up, by_seed))}: mean {half_up(mean(by_seed))} +- SD {half_up(float(np.std(by_seed, ddof=1)))}")
-    print(f"\n{time.time() - start:.1f} s" + (f"; rows in {out}" if out else ""))
+    print(f"\n{time.time() - start:.1f} s" + (f"; rows in {out}" if fresh else ""))
     if out and fresh and not stopped:
         import report                                      # it reads what was just written
         rows = read_rows(out)[0]
-        page = out.with_suffix(".html")
-        report.page(page, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}", compare=False)
-        print(f"to look at: {page}")
+        report.beside(out, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}", compare=False)
+    if args.json:
+        print(json.dumps({**lines[0], **({"user2": lines[1]} if len(lines) > 1 else {})} if lines else {}))
     if args.record and not stopped:
         for line in lines:
             record_result(args.record, line)
-    if args.json:
-        print(json.dumps({**lines[0], **({"user2": lines[1]} if len(lines) > 1 else {})} if lines else {}))
     return 130 if stopped else 0
 
 
@@ -360,11 +370,21 @@ def main(argv=None):
     config, args.init = Path(args.model) / "config.json", None
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
         saved = read_json(config)
-        for name in {"dynamics", "think", "max_turns", "max_new_tokens", "max_tokens", "temperature"} & saved.keys() - given:
+        whole = lambda x: type(x) is int and x > 0
+        good = {"dynamics": lambda x: x in list(DYNAMICS), "think": lambda x: isinstance(x, bool), "max_turns": whole, "max_new_tokens": whole, "max_tokens": whole,
+                "temperature": lambda x: type(x) in (int, float) and 0 <= x < math.inf, "init": lambda x: isinstance(x, str)}
+        if wrong := next((name for name in good if name in saved and not good[name](saved[name])), None):
+            die(f"{config}: field '{wrong}': {json.dumps(saved[wrong])[:40]} is not what a training script writes; mend it, or give {args.model}/best and the flags")
+        for name in good.keys() & saved.keys() - given - {"init"}:
             setattr(args, name, saved[name])
         args.init = saved.get("init")                      # what lm:self is: the policy as it was before RL
     return run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:                              # outside of the work that saves what it has
+        sys.exit(130)
+    except BrokenPipeError:                                # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

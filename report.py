@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rundir import Flags, die, read_json, writable, write_atomically
-from scores import by_scenario, curve_of, gaming, groups, number, read_rows, score
+from scores import by_scenario, curve_of, gaming, groups, number, played_with, read_rows, score, show
 from stats import bootstrap, half_up, paired_difference
 
 STYLE = """
@@ -77,7 +77,7 @@ def bar_chart(title, groups, runs):
         out.append(f'<text x="{left - 8}" y="{y + thick * len(runs) / 2 + 4}" text-anchor="end">{escape(group)}</text>')
         for k, run in enumerate(runs):
             if group in run:
-                (low, high), size = run[group]["ci"], max(0, min(100, run[group]["score"]))
+                low, high, size = (None if x is None else max(0, min(100, x)) for x in (*run[group]["ci"], run[group]["score"]))
                 end = left + 3.8 * max(size, high or 0)
                 out.append(f'<rect x="{left}" y="{y}" width="{3.8 * size:.1f}" height="{thick - 1}" fill="{colour(k)}"/>'
                            + (f'<line class="whisker" x1="{left + 3.8 * low:.1f}" x2="{left + 3.8 * high:.1f}" y1="{y + 5}" y2="{y + 5}"/>' if low is not None else "") + f'<text x="{end + 5:.1f}" y="{y + 9}">{half_up(run[group]["score"])} (n {run[group]["n"]})</text>')
@@ -93,7 +93,7 @@ def emotion_chart(named):
     for name, rows in named:
         curves = [curve_of(r) for r in rows]
         length = max(map(len, curves), default=0)
-        table = np.array([c + c[-1:] * (length - len(c)) for c in curves], float).reshape(len(curves), length)     # (dialogues, turns + 1)
+        table = np.array([c + c[-1:] * (length - len(c)) for c in curves], float).reshape(len(curves), length).clip(0, 100)        # (dialogues, turns + 1)
         bands = [bootstrap(table[:, t], [str(r["id"]) for r in rows], 1000) for t in range(length)]
         lines.append((name, list(range(length)), table.mean(0).tolist() if length else [], [b[0] for b in bands], [b[1] for b in bands]))
     return line_chart("Emotion by turn: mean and 95 % interval", "replies so far", "emotion", lines, 100)
@@ -189,6 +189,16 @@ def page(path, named, note="", metrics=(), title="nanoempathy: evaluation", comp
     write_atomically(Path(path), html.encode("utf-8", "replace"))
 
 
+def beside(out, *args, **kwargs):
+    """The page of the rows in file `out`, beside it. What can't be written costs a warning: the rows and figures are there already."""
+    path = Path(out).with_suffix(".html")
+    try:
+        page(path, *args, **kwargs)
+        print(f"to look at: {path}")
+    except OSError as e:
+        print(f"warning: {path} cannot be written ({e.strerror}); make it with: python evaluate.py report {out}", flush=True)
+
+
 def training_page(folder, record, rows):
     """The page of a training run: dev dialogues before RL against the latest ones, with the curves. record: metrics of this step; rows: its dev dialogues,
     kept as dev_first.jsonl and dev_last.jsonl."""
@@ -211,16 +221,21 @@ def main(argv=None):
     p.add_argument("--out", type=writable, default="report.html", metavar="FILE", help="page to write (default: %(default)s)")
     args, _ = p.parse(argv)
     files = [*args.files, *args.compare]
-    names = [n.strip() for n in args.names.split(",")] if args.names else [Path(f).stem for f in files]
-    if len(names) != len(files):
-        die(f"--names {args.names}: {len(names)} names for {len(files)} files")
-    named = []
+    stems = [Path(f).stem for f in files]
+    names = [n.strip() for n in args.names.split(",")] if args.names else stems if len(set(stems)) == len(stems) else files
+    if len(names) != len(files) or not all(names):
+        die(f"--names {args.names}: {len(list(filter(None, names)))} names for {len(files)} files")
+    out = Path(args.out)
+    if out.exists() and (out.suffix not in (".html", ".htm") or any(out.samefile(f) for f in files if Path(f).exists())):
+        die(f"--out {out}: exists and is no page; give a name that ends in .html")
+    named, kinds = [], set()
     for name, path in zip(names, files):
         rows, problems = read_rows(path)
-        print(*problems, sep="\n", end="\n" * bool(problems))
+        show(problems)
         if not rows:
             die(f"{path}: no result row in it")
+        kinds |= {played_with(r) for r in rows}
         named += [(f"{name}, {label}" if label else name, part) for label, part in groups(rows)]
-    page(args.out, named, compare=len(named) == len(files))                # a file of several users or conditions is no policy to compare with
+    page(args.out, named, compare=len(kinds) == 1)         # other users are no other policies: side by side, but no difference is taken
     print(f"wrote {args.out}: {', '.join(f'{name} (n {len(rows)})' for name, rows in named)}")
     return 0

@@ -51,8 +51,8 @@ def row_problem(row):
         return "field 'id': missing"
     if not isinstance(row["id"], (str, int, float)) or isinstance(row["id"], bool):
         return f"field 'id': must be text, not {json.dumps(row['id'])[:40]}"
-    if not number(row.get("emo_point")):
-        return f"field 'emo_point': {'must be a number, not ' + json.dumps(row['emo_point'])[:40] if 'emo_point' in row else 'missing'}"
+    if not number(row.get("emo_point")) or not -100 <= row["emo_point"] <= 200:       # SAGE's own clamps to 0..100; others may overshoot a little
+        return f"field 'emo_point': {'must be a number from 0 to 100, not ' + json.dumps(row['emo_point'])[:40] if 'emo_point' in row else 'missing'}"
     return ""
 
 
@@ -75,15 +75,22 @@ def history_of(row):
     return kept, problem
 
 
+def played_with(row):
+    """Who was talked to, and how: rows that differ in it are never averaged nor compared. "" where the row doesn't say."""
+    return " ".join(f"{name} {row[name]}" for name in ("bench", "condition", "user") if row.get(name))
+
+
+def show(problems):
+    """The first 20 problems, one a line on stderr."""
+    print(*problems[:20], *[f"... and {len(problems) - 20} more lines"] * (len(problems) > 20), sep="\n", file=sys.stderr, end="\n" * bool(problems))
+
+
 def groups(rows):
-    """Rows of one file by what they were played with, where that differs: [("user scripted-b", rows), ...]; [("", rows)] where it doesn't. Different users or conditions are never averaged."""
-    fields = [name for name in ("condition", "user") if len({str(r.get(name)) for r in rows}) > 1][:1]
-    if not fields:
-        return [("", rows)]
+    """Rows of one file by what they were played with, where that differs: [("user scripted-b", rows), ...]; [("", rows)] where it doesn't."""
     out = {}
     for r in rows:
-        out.setdefault(f"{fields[0]} {r.get(fields[0])}", []).append(r)
-    return list(out.items())
+        out.setdefault(played_with(r), []).append(r)
+    return list(out.items()) if len(out) > 1 else [("", rows)]
 
 
 def curve_of(row):
@@ -187,7 +194,7 @@ def gaming_line(g):
 
 
 def main(argv=None):
-    """`evaluate.py score`; returns the exit code: 1 with --strict and a bad line."""
+    """`evaluate.py score`; returns the exit code: 1 with --strict and a bad line, or where a file has nothing to score."""
     p = Flags(prog="evaluate.py score", description=__doc__)
     p.add_argument("files", nargs="+", metavar="FILE", help="result rows, JSON Lines; from the second on each is compared with the first, within scenarios")
     p.add_argument("--json", action="store_true", help="a list of {file, n, score, success, failure, ci} as the last line")
@@ -195,9 +202,8 @@ def main(argv=None):
     args, _ = p.parse(argv)
     read = [(path, *read_rows(path)) for path in args.files]
     problems = [problem for _, _, found in read for problem in found]
-    print(*problems[:20], *[f"... and {len(problems) - 20} more lines"] * (len(problems) > 20), sep="\n", file=sys.stderr, end="\n" * bool(problems))
-    out = []
-    base = dict(groups(read[0][1]))
+    show(problems)
+    out, base = [], {played_with(part[0]): part for _, part in groups(read[0][1]) if part}
     for path, label, rows, found in [(path, label, part, found) for path, rows, found in read for label, part in groups(rows)]:
         s = score(rows)
         left = f"; {len(found)} line{'s' * (len(found) > 1)} with something wrong" if found else ""
@@ -205,11 +211,13 @@ def main(argv=None):
         for title, part in (("by intention", s["intents"]), ("by state", s["states"])):
             print(*[f"  {title}: " + "  ".join(f"{name} {half_up(v['score'])} [{half_up(v['ci'][0], 0)}, {half_up(v['ci'][1], 0)}] n {v['n']}" for name, v in part.items())] * bool(part), sep="\n", end="\n" * bool(part))
         print("  emotion by turn: " + " ".join(half_up(x) for x in s["curve"]) + f"\n  gaming: {gaming_line(s['gaming'])}")
-        if path != read[0][0] and label in base:
-            print("  " + versus(read[0][0], base[label], rows))
+        if not rows:
+            print("  no row that can be scored" + ("; these look like EMPA runs: python evaluate.py epm" if any('emo_point' in f for f in found) else ""))
+        elif path != read[0][0] and played_with(rows[0]) in base:
+            print("  " + versus(read[0][0], base[played_with(rows[0])], rows))
         elif path != read[0][0]:
-            print(f"  against {read[0][0]}: other users or conditions ({' | '.join(base) or 'one'}), so not compared")
+            print(f"  against {read[0][0]}: played with others ({played_with(rows[0]) or 'unknown'}, not {' | '.join(base) or 'anybody'}), so not compared")
         out.append({"file": path, **({"part": label} if label else {}), "n": s["n"], "score": None if s["score"] is None else float(half_up(s["score"])), "success": s["success"], "failure": s["failure"], "ci": [s["low"], s["high"]]})
     if args.json:
         print(json.dumps(out))
-    return int(args.strict and bool(problems))
+    return int(args.strict and bool(problems) or not all(rows for _, rows, _ in read))

@@ -91,6 +91,8 @@ def load(name, dtype=torch.float32, device="cpu"):
             state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
     except Exception as e:                                 # broken JSON, cut-off safetensors or gguf, an architecture transformers doesn't know
         die(f"--model {name}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}); fetch or save it again")
+    if broken := next((k for k, v in state.items() if v.is_floating_point() and not torch.isfinite(v.sum())), None):
+        die(f"--model {name}: {broken} is not finite (nan or infinity): the checkpoint is broken; use an earlier one")
     return build(hf_config, state, dtype).to(device), tokenizer
 
 

@@ -102,7 +102,7 @@ def test_indices_by_the_formulas_again():
 def test_bad_runs_are_named_and_the_rest_is_scored(tmp_path, capsys):
     good = run([-9, -9, -9], [[2, 2, 2]] * 12, [[0, 0, 0]] * 12)
     bad = [{**good, "P0": [0, 0, 0]}, {**good, "P0": [-9, -9]}, {**good, "P0": [-9, -9, "x"]}, {**good, "P0": [-9, 3, -9]}, {**good, "prog": [[3, 0, 0]] * 12}, {**good, "neg": [[1, 0, 0]] * 12},
-           {**good, "neg": good["neg"][1:]}, {**good, "prog": [], "neg": []}, {k: v for k, v in good.items() if k != "model"}, {**good, "turns": "12"}, {**good, "prog": [[True, 0, 0]] * 12}]
+           {**good, "neg": good["neg"][1:]}, {**good, "prog": [], "neg": []}, {k: v for k, v in good.items() if k != "model"}, {**good, "turns": "12"}, {**good, "prog": [[True, 0, 0]] * 12}, {**good, "last": "x"}, {**good, "last": 0}]
     assert replay({**good, "turns": 12.0, "outcome": "Success"})[1]
     other = {**good, "turns": 13}                                            # well formed, but the rules stop it earlier
     path = tmp_path / "runs.jsonl"
@@ -111,7 +111,7 @@ def test_bad_runs_are_named_and_the_rest_is_scored(tmp_path, capsys):
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert (result["runs"], result["replayed"]) == (2, 1)
-    assert [f"runs.jsonl:{n}: " in captured.err for n in range(1, 15)] == [False] + [True] * 13
+    assert [f"runs.jsonl:{n}: " in captured.err for n in range(1, 17)] == [False] + [True] * 15
     assert evaluate.main(["epm", str(path), "--strict"]) == 1
     with pytest.raises(SystemExit) as e:
         evaluate.main(["epm", str(tmp_path / "none")])

@@ -318,6 +318,17 @@ def test_a_stopped_evaluation_goes_on_and_ends_as_the_unbroken_one(tiny_folder, 
     with pytest.raises(SystemExit):
         evaluate.main([*flags, "--resume"])
     assert "--out" in capsys.readouterr().err
+    for text in ("notes\nof mine\n", "notes of mine", part.read_text().replace('"id"', '"no"', 1), '{"model": "m", "P0": []}\n'):
+        (tmp_path / "notes.txt").write_text(text)                            # what is no evaluation is never touched
+        with pytest.raises(SystemExit) as e:
+            evaluate.main([*flags, "--out", str(tmp_path / "notes.txt"), "--resume"])
+        assert e.value.code == 2 and (tmp_path / "notes.txt").read_text() == text and "give another --out" in capsys.readouterr().err
+    damaged = [json.loads(line) for line in part.read_text().splitlines()]
+    damaged[0]["history"], damaged[2]["history"][1] = [], {"role": "assistant", "content": "no tokens"}
+    (tmp_path / "damaged.jsonl").write_text("".join(json.dumps(r) + "\n" for r in damaged))
+    before = len(calls)
+    assert evaluate.main([*flags, "--out", str(tmp_path / "damaged.jsonl"), "--resume"]) == 0 and len(calls) == before + 2        # their two batches again
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
 
 
 def test_a_revived_episode_has_the_summary_of_the_first(tiny_chat):
@@ -343,6 +354,17 @@ def test_two_users_in_one_command(tiny_folder, tmp_path, monkeypatch, capsys):
     assert "user grumpy" in text and len(out.read_text().splitlines()) == 12
     page = out.with_suffix(".html").read_text()
     assert "user scripted" in page and "user grumpy" in page
+    class Mute(Grumpy):
+        def respond(self, users, replies, cuts):
+            return [UserTurn("", 5, 0, "", True, "", True, {}) for _ in users]
+    monkeypatch.setattr(evaluate, "make_users", lambda args, *a: Mute("sage", 2) if args.user == "grumpy" else real(args, *a))
+    assert evaluate.main(["run", "--model", tiny_folder, *RUN, "--user2", "grumpy", "--out", str(tmp_path / "mute.jsonl"), "--json"]) == 0        # the first user's work stays
+    text = capsys.readouterr().out
+    assert "user grumpy: failed in every dialogue" in text and json.loads(text.splitlines()[-1])["emotion"] == line["emotion"]
+    (tmp_path / "dir.html").mkdir()                                          # a page that can't be written costs a warning
+    assert evaluate.main(["run", "--model", tiny_folder, *RUN, "--out", str(tmp_path / "dir.jsonl"), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "warning" in text and json.loads(text.splitlines()[-1])["n"] == 6
     monkeypatch.undo()
     for wrong in ("scripted", "nobody"):
         with pytest.raises(SystemExit):

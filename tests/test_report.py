@@ -76,7 +76,19 @@ def test_command_line(tmp_path, capsys):
     a, b, out = (str(tmp_path / n) for n in ("a.jsonl", "b.jsonl", "page.html"))
     assert evaluate.main(["report", a, "--compare", b, "--names", "base,after", "--out", out]) == 0 and "after (n 10)" in capsys.readouterr().out
     (tmp_path / "empty.jsonl").write_text("{}\n")
-    for wrong, word in (([a, "--names", "x,y"], "--names"), ([str(tmp_path / "empty.jsonl")], "no result row"), ([str(tmp_path / "none")], "none")):
+    keep = (tmp_path / "b.jsonl").read_text()
+    for target in (a, b):                                                    # rows are never replaced by a page
+        with pytest.raises(SystemExit):
+            evaluate.main(["report", a, "--out", target])
+        assert "is no page" in capsys.readouterr().err and (tmp_path / "b.jsonl").read_text() == keep
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "a.jsonl").write_text(json.dumps(row("s1", [40, 50])) + "\n")
+    assert evaluate.main(["report", a, str(tmp_path / "x" / "a.jsonl"), "--out", out]) == 0 and "x/a.jsonl" in (tmp_path / "page.html").read_text()
+    (tmp_path / "wild.jsonl").write_text("".join(json.dumps({"id": i, "emo_point": e}) + "\n" for i, e in enumerate((-50, 150))))
+    assert evaluate.main(["report", str(tmp_path / "wild.jsonl"), "--out", out]) == 0
+    html = (tmp_path / "page.html").read_text()
+    assert all(0 <= float(y) <= 260 for y in re.findall(r'cy="(-?[\d.]+)"', html)) and all(0 <= float(x) <= 640 for x in re.findall(r'whisker" x1="(-?[\d.]+)"', html)) and "cy=" in html
+    for wrong, word in (([a, "--names", ",b"], "--names"), ([a, "--names", "x,y"], "--names"), ([str(tmp_path / "empty.jsonl")], "no result row"), ([str(tmp_path / "none")], "none")):
         with pytest.raises(SystemExit) as e:
             evaluate.main(["report", *wrong, "--out", out])
         assert e.value.code == 2 and word in capsys.readouterr().err

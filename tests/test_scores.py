@@ -51,7 +51,7 @@ def test_bad_lines_are_named_and_the_rest_is_scored(tmp_path, capsys):
     assert evaluate.main(["score", write(tmp_path / "good.jsonl", good), "--strict"]) == 0
     (tmp_path / "latin.jsonl").write_bytes(good[0].encode() + b"\n\xff\n")
     assert len(read_rows(tmp_path / "latin.jsonl")[0]) == 1
-    assert evaluate.main(["score", write(tmp_path / "empty.jsonl", []), "--json"]) == 0
+    assert evaluate.main(["score", write(tmp_path / "empty.jsonl", []), "--json"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == [{"file": str(tmp_path / "empty.jsonl"), "n": 0, "score": None, "success": None, "failure": None, "ci": [None, None]}]
     with pytest.raises(SystemExit) as e:
         evaluate.main(["score", str(tmp_path / "none.jsonl")])
@@ -98,8 +98,13 @@ def test_users_and_conditions_are_never_averaged(tmp_path, capsys):
     parts = json.loads(out.splitlines()[-1])
     assert [(p["part"], p["n"], p["score"]) for p in parts] == [("user scripted", 8, 40.0), ("user scripted-b", 8, 20.0), ("user scripted", 8, 60.0), ("user scripted-b", 1, 1.0)]
     assert "+20.0 on 8 common" in out and "no two scenarios in common" in out
-    assert [label for label, _ in groups([row("a", 1, condition="x", user="u"), row("a", 1, condition="y", user="v")])] == ["condition x", "condition y"]
-    assert evaluate.main(["score", a, write(tmp_path / "c.jsonl", [row("a", 5)])]) == 0 and "not compared" in capsys.readouterr().out
+    assert [label for label, _ in groups([row("a", 1, condition="x", user="u"), row("a", 1, condition="y", user="u")])] == ["condition x user u", "condition y user u"]
+    c, d = write(tmp_path / "c.jsonl", [row("a", 5)]), write(tmp_path / "d.jsonl", [row(str(i), 55, user="scripted") for i in range(8)])
+    for first, second, word in ((a, c, "not compared"), (d, a, "-15.0 on 8 common"), (a, d, "+15.0 on 8 common"), (c, d, "not compared")):
+        assert evaluate.main(["score", first, second]) == 0 and word in capsys.readouterr().out
+    for sort, emotion in (("users", 20), ("benches", 40)):
+        other = write(tmp_path / "e.jsonl", [row(str(i), emotion, user="scripted-b" if sort == "users" else "scripted", **({} if sort == "users" else {"bench": "empa"})) for i in range(8)])
+        assert evaluate.main(["score", d, other]) == 0 and "not compared" in capsys.readouterr().out
 
 
 def test_time_is_linear_in_dialogues():
