@@ -295,10 +295,15 @@ def run(args):
         print(f"score               {half_up(r['score'])}   (0-100; {interval}; {r['n']} tasks scored, {r['unscored']} unscored)\n"
               f"dialogues           {r['short']} ended early for lack of room, {half_up(r['cut'], 2)} of all replies cut off\n" + "".join(
               f"  {c:<24}{half_up(x):>6}   of 20{', counts for nothing' * (c in STYLE)}\n" for c, x in [*r["criteria"].items(), *r["style"].items()]), end="")
-    if args.record and not stopped:
-        record_result(args.record, r)
+    if args.out and not args.compare and r["n"]:
+        import report
+        talk = lambda row: [{"role": role, "content": text} for pair in zip(row["prompts"], row["replies"]) for role, text in zip(("user", "assistant"), pair)]
+        report.beside(args.out, [(args.model, [{"id": f"{row['id']} {row['title']}", "emo_point": row["score"], "history": talk(row)} for row in rows if row["score"] is not None])],
+                      f"EQ-Bench 3, judged by {args.judge}: every number on this page is the judge's score, 0 to 100, and no emotion")
     if args.json:
         print(json.dumps(r))
+    if args.record and not stopped:
+        record_result(args.record, r)
     return 130 if stopped else int(not r["n"])
 
 
@@ -329,6 +334,8 @@ def main(argv=None):
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto = cuda, then mps, then cpu (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     args, given = p.parse(argv)
+    if args.out and Path(args.out).suffix == ".html":
+        die(f"--out {args.out}: is for rows; the page gets this name by itself, so give something like {Path(args.out).with_suffix('.jsonl')}")
     if args.out and Path(args.out).exists() and (not args.overwrite or args.out in (args.compare or [])):
         die(f"--out {args.out}: exists; give another name" + ("" if args.overwrite else " or --overwrite"))
     if args.judge != "scripted":

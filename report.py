@@ -123,7 +123,7 @@ def dialogue(row):
 
 def heading(row):
     facts = [row["id"], row.get("intent"), row.get("state"), row.get("finish")]
-    return f'{escape(" · ".join(str(f) for f in facts if f))} <b>{curve_of(row)[0]:g} → {row["emo_point"]:g}</b>'
+    return f'{escape(" · ".join(str(f) for f in facts if f))} <b>{f"{curve_of(row)[0]:g} → " * (len(curve_of(row)) > 1)}{row["emo_point"]:g}</b>'
 
 
 def chosen(rows, k=3):
@@ -177,7 +177,8 @@ def page(path, named, note="", metrics=(), title="nanoempathy: evaluation", comp
         legend = lambda *names: '<p class="key">' + "".join(f'<span><i style="background:{colour(k)}"></i>{escape(n)}</span>' for k, n in enumerate(names)) + "</p>"
         parts += ["<h2>Training</h2>", legend("emotion in training", "emotion on the dev split"), '<div class="charts">', line_chart("Final emotion by step", "step", "emotion", lines("emotion", "dev_emotion"), 100),
                   *(line_chart(what, "step", name, lines(name)) for name, what in (("entropy", "Entropy of the policy, nats a token"), ("kl", "KL from the sampling policy, nats a token"), ("tokens", "Mean reply length, tokens"))), "</div>"]
-    parts += ["<h2>Emotion by turn</h2>", key, emotion_chart(named)]
+    if any(len(curve_of(r)) > 1 for _, rows in named for r in rows):
+        parts += ["<h2>Emotion by turn</h2>", key, emotion_chart(named)]
     for title_, kind in (("By hidden intention", "intents"), ("By interaction state", "states")):
         groups = list(dict.fromkeys(g for s in scores for g in s[kind]))
         parts += [f"<h2>{title_}</h2>", key, bar_chart(f"{title_}: mean final emotion", groups, [s[kind] for s in scores])] if groups else []

@@ -179,9 +179,8 @@ def by_scenario(rows):
     return out
 
 
-def versus(name, a, b):
-    """One line: how much higher rows b are than rows a on common scenarios, and whether that is resolved."""
-    d = paired_difference(by_scenario(a), by_scenario(b))
+def versus(name, d):
+    """One line of a paired difference from `name`, and whether it is resolved."""
     if d["difference"] is None:
         return f"against {name}: no two scenarios in common"
     return (f"against {name}: {d['difference']:+.1f} on {d['n']} common scenarios, 95 % CI {d['low']:+.1f} .. {d['high']:+.1f}, "
@@ -197,7 +196,7 @@ def main(argv=None):
     """`evaluate.py score`; returns the exit code: 1 with --strict and a bad line, or where a file has nothing to score."""
     p = Flags(prog="evaluate.py score", description=__doc__)
     p.add_argument("files", nargs="+", metavar="FILE", help="result rows, JSON Lines; from the second on each is compared with the first, within scenarios")
-    p.add_argument("--json", action="store_true", help="a list of {file, n, score, success, failure, ci} as the last line")
+    p.add_argument("--json", action="store_true", help="a list of {file, n, score, success, failure, ci, against_first} as the last line")
     p.add_argument("--strict", action="store_true", help="exit code 1 if any line had to be left out")
     args, _ = p.parse(argv)
     read = [(path, *read_rows(path)) for path in args.files]
@@ -211,13 +210,15 @@ def main(argv=None):
         for title, part in (("by intention", s["intents"]), ("by state", s["states"])):
             print(*[f"  {title}: " + "  ".join(f"{name} {half_up(v['score'])} [{half_up(v['ci'][0], 0)}, {half_up(v['ci'][1], 0)}] n {v['n']}" for name, v in part.items())] * bool(part), sep="\n", end="\n" * bool(part))
         print("  emotion by turn: " + " ".join(half_up(x) for x in s["curve"]) + f"\n  gaming: {gaming_line(s['gaming'])}")
+        against = None
         if not rows:
             print("  no row that can be scored" + ("; these look like EMPA runs: python evaluate.py epm" if any('emo_point' in f for f in found) else ""))
         elif path != read[0][0] and played_with(rows[0]) in base:
-            print("  " + versus(read[0][0], base[played_with(rows[0])], rows))
+            against = paired_difference(by_scenario(base[played_with(rows[0])]), by_scenario(rows))
+            print("  " + versus(read[0][0], against))
         elif path != read[0][0]:
             print(f"  against {read[0][0]}: played with others ({played_with(rows[0]) or 'unknown'}, not {' | '.join(base) or 'anybody'}), so not compared")
-        out.append({"file": path, **({"part": label} if label else {}), "n": s["n"], "score": None if s["score"] is None else float(half_up(s["score"])), "success": s["success"], "failure": s["failure"], "ci": [s["low"], s["high"]]})
+        out.append({"file": path, **({"part": label} if label else {}), "n": s["n"], "score": None if s["score"] is None else float(half_up(s["score"])), "success": s["success"], "failure": s["failure"], "ci": [s["low"], s["high"]], **({"against_first": against} if against else {})})
     if args.json:
         print(json.dumps(out))
     return int(args.strict and bool(problems) or not all(rows for _, rows, _ in read))

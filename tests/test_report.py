@@ -84,7 +84,7 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "a.jsonl").write_text(json.dumps(row("s1", [40, 50])) + "\n")
     assert evaluate.main(["report", a, str(tmp_path / "x" / "a.jsonl"), "--out", out]) == 0 and "x/a.jsonl" in (tmp_path / "page.html").read_text()
-    (tmp_path / "wild.jsonl").write_text("".join(json.dumps({"id": i, "emo_point": e}) + "\n" for i, e in enumerate((-50, 150))))
+    (tmp_path / "wild.jsonl").write_text("".join(json.dumps(row(str(i), [40, e])) + "\n" for i, e in enumerate((-50, 150))))
     assert evaluate.main(["report", str(tmp_path / "wild.jsonl"), "--out", out]) == 0
     html = (tmp_path / "page.html").read_text()
     assert all(0 <= float(y) <= 260 for y in re.findall(r'cy="(-?[\d.]+)"', html)) and all(0 <= float(x) <= 640 for x in re.findall(r'whisker" x1="(-?[\d.]+)"', html)) and "cy=" in html
