@@ -89,7 +89,7 @@ def summary(episodes):
 
     n dialogues; scenarios; failed (dialogues whose *user* broke: in no other number); emotion, low, high: mean final
     emotion 0..100 and its scenario-clustered 95 % interval; outcome: the same with 0 for dialogues with a malformed think block; success, failure: % of dialogues ending >= 100, < 10;
-    intents: intent -> {n, emotion}; states: the same by interaction state, with passed, the % that ended at >= 50; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
+    intents: intent -> {n, emotion, low, high}; states: the same by interaction state, with passed, the % that ended at >= 50; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
     cut: % of replies that hit their budget; malformed: % that lacked the think block that was asked for; distinct_2: different word pairs / word pairs over all replies (falls as
     there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
     ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
@@ -98,7 +98,9 @@ def summary(episodes):
     kept = [e for e in episodes if e.finish != "user_failed"]
     final, length = [e.emotion for e in kept], max((len(e.turns) for e in kept), default=0)
     low, high = bootstrap(final, [e.scenario.id for e in kept])
-    by_intent = {i: [e.emotion for e in kept if e.scenario.intent == i] for i in INTENTS}
+    def part(of):                                          # some of the dialogues, with an interval of their own
+        low, high = bootstrap([e.emotion for e in of], [e.scenario.id for e in of], 1000)
+        return {"n": len(of), "emotion": mean([e.emotion for e in of]), "low": low, "high": high}
     replies, cuts = [words(r) for e in kept for r in e.replies], [100 * c for e in kept for c in e.cuts]
     pairs = [p for r in replies for p in zip(r, r[1:])]
     fired = Counter(name for e in kept for t in e.turns for name, value in t.parts.items() if value)
@@ -106,8 +108,8 @@ def summary(episodes):
     return {"n": len(kept), "scenarios": len({e.scenario.id for e in kept}), "failed": len(episodes) - len(kept),
             "emotion": mean(final), "outcome": mean([e.outcome for e in kept]), "low": low, "high": high,
             "success": mean([100 * (e >= 100) for e in final]), "failure": mean([100 * (e < 10) for e in final]),
-            "intents": {i: {"n": len(v), "emotion": mean(v)} for i, v in by_intent.items() if v},
-            "states": {str(z): {"n": len(v), "emotion": mean(v), "passed": mean([100 * (e >= 50) for e in v])} for z in STATES if (v := [e.emotion for e in kept if e.state == z])},
+            "intents": {i: part(of) for i in INTENTS if (of := [e for e in kept if e.scenario.intent == i])},
+            "states": {str(z): {**part(of), "passed": mean([100 * (e.emotion >= 50) for e in of])} for z in STATES if (of := [e for e in kept if e.state == z])},
             "finish": dict(Counter(e.finish for e in kept).most_common()),
             "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
@@ -124,11 +126,12 @@ def table(s, note):
              f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, {half_up(s['malformed'])} % malformed, distinct-2 {half_up(s['distinct_2'], 2)}",
              "gaming              " + gaming_line(s["gaming"]),
              "in % of replies     " + ", ".join(f"{name} {half_up(100 * x, 0)}" for name, x in s["parts"].items() if name != "expectation"),
-             "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion"]
-    lines += [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}" for i, v in s["intents"].items()]
+             "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion        95 % CI"]
+    ci = lambda v: f"{half_up(v['low'])} .. {half_up(v['high'])}" if v["low"] is not None else "-"
+    lines += [f"{i:<12} {v['n']:>4}  {half_up(v['emotion']):>7}  {ci(v):>14}" for i, v in s["intents"].items()]
     if s["states"]:
-        lines += ["", f"{'state (disclosure/activation/trust)':<36} {'n':>4}  emotion  >= 50"]
-        lines += [f"{z:<36} {v['n']:>4}  {half_up(v['emotion']):>7}  {half_up(v['passed'], 0):>3} %" for z, v in s["states"].items()]
+        lines += ["", f"{'state (disclosure/activation/trust)':<36} {'n':>4}  emotion        95 % CI  >= 50"]
+        lines += [f"{z:<36} {v['n']:>4}  {half_up(v['emotion']):>7}  {ci(v):>14}  {half_up(v['passed'], 0):>3} %" for z, v in s["states"].items()]
     return "\n".join(lines)
 
 

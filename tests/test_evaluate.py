@@ -48,7 +48,7 @@ def test_summary_by_hand():
     s = summary([one, two, three, broken])
     assert (s["n"], s["scenarios"], s["failed"]) == (3, 2, 1)
     assert s["emotion"] == 159 / 3 and s["success"] == pytest.approx(100 / 3) == s["failure"]
-    assert s["intents"] == {"advice": {"n": 2, "emotion": 75.0}, "praise": {"n": 1, "emotion": 9.0}}
+    assert s["intents"] == {"advice": {"n": 2, "emotion": 75.0, "low": None, "high": None}, "praise": {"n": 1, "emotion": 9.0, "low": None, "high": None}}
     assert s["finish"] == {"max_turns": 1, "success": 1, "failure": 1} and s["cut"] == 20
     assert s["tokens"] == (2 * 3 + 2 * 5 + 3) / 5
     assert s["distinct_2"] == 6 / 7                          # you-sold twice; single words make no pair
