@@ -30,7 +30,13 @@ from stats import bootstrap, half_up, holm, mann_whitney, mean, paired_differenc
 from weights import load, pick_device, pick_dtype, resolve
 
 ASIDE = "(A note that they will not see: on a scale of 0 to 100, where 100 means deeply relieved and 0 means about to walk out, I think their mood is now at"
-ASIDE_TOKENS = 8
+ASIDE_TOKENS = 5
+
+
+def not_a_digit(chat):
+    """(V,) bool: all ids but digits. A policy that was trained to talk goes on with words where a number is wanted (a cold start of SmolLM2: in every aside), and could not
+    be measured; so an aside begins with a digit, and which one is the policy's own choice."""
+    return torch.tensor([not re.fullmatch(r"\d{1,3}", chat.text([i])) for i in range(len(chat.banned))]) | chat.banned
 
 
 # ---------------------------------------------------------------------------------------------- what is measured
@@ -145,11 +151,11 @@ def test_table(tests):
 # ---------------------------------------------------------------------------------------------- run
 def play(model, chat, users, scenarios, args, bar, finished):
     """One condition: every scenario in every trajectory, args.repeats times, whole scenarios a batch. finished(list of rows, number of dialogues whose user failed) per batch."""
-    size = max(1, args.batch // (args.repeats * len(args.trajectories)))
+    size, probe = max(1, args.batch // (args.repeats * len(args.trajectories))), (ASIDE, ASIDE_TOKENS, not_a_digit(chat))
     for first in range(0, len(scenarios), size):
         jobs = [(s, t) for s in scenarios[first:first + size] for t in args.trajectories]
         done = rollout(model, chat, Adversaries(users, args.max_turns), jobs, args.repeats, args.max_turns, args.max_new_tokens, args.max_tokens, args.temperature,
-                       torch.Generator().manual_seed(args.seed * 1_000_003 + first), bar, probe=(ASIDE, ASIDE_TOKENS))
+                       torch.Generator().manual_seed(args.seed * 1_000_003 + first), bar, probe=probe)
         kept = [measured(e, i % args.repeats, args.max_turns) for i, e in enumerate(done) if e.finish != "user_failed"]
         finished(kept, len(done) - len(kept))
 

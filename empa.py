@@ -242,7 +242,7 @@ def bench(args, scenarios, model, chat, users, dtype, device):
             except (KeyboardInterrupt, BudgetSpent) as e:
                 print(f"--perturb was stopped{f', {e}' if str(e) else ''}; the dialogues are all there")
     if not played:
-        print(stopped) if stopped else die(f"every simulated user or its judge failed{users.trouble()}; nothing was measured")
+        print(stopped) if stopped else die(f"every simulated user or its judge failed{users.trouble()}, {judge.unreadable} of {judge.asked} verdicts could not be read; nothing was measured: use a larger judge")
         return 130
     models = models_table(runs)
     print(f"{stopped}\n{len(runs)} dialogues: " + ", ".join(f"{sum(o == x for *_, o in runs)} {x}" for x in ("success", "failure", "timeout")) + f"; {len(scenarios) * args.repeats - len(runs)} left out: unfinished, or user or judge failed; {judge.unreadable} verdicts could not be read\n")

@@ -155,15 +155,18 @@ def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
         die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
 
 
-def aside(model, chat, cache, begun, max_new_tokens):
-    """How the policy goes on, greedily, where the environment has begun its next reply with the text `begun`. -> one text per row of the cache.
+def aside(model, chat, cache, begun, max_new_tokens, first=None):
+    """How the policy goes on, greedily, where the environment has begun its next reply with the text `begun`. -> one text per row of the cache. first: (V,) bool,
+    ids it may not begin with (default: those that it may never say).
 
     The dialogue never knows: the cache is wound back, so that the slots written here are overwritten before they can be read, and no dice are used up."""
     before, banned = cache.n.clone(), chat.banned.to(cache.n.device)
     hidden = append(model, cache, [chat.plain(begun)] * len(before))                                  # (B, D)
-    tokens, _ = sample(model, cache, hidden, [max_new_tokens] * len(before), {chat.eot}, banned, temperature=0, generator=torch.Generator())
+    how = dict(temperature=0, generator=torch.Generator())
+    begins, _ = sample(model, cache, hidden, [1] * len(before), {chat.eot}, banned if first is None else first.to(banned.device), **how)
+    goes_on, _ = sample(model, cache, append(model, cache, begins), [max_new_tokens - 1] * len(before), {chat.eot}, banned, **how)
     cache.n.copy_(before)
-    return [chat.text(t) for t in tokens]
+    return [chat.text(a if a == [chat.eot] else a + b) for a, b in zip(begins, goes_on)]
 
 
 @torch.no_grad()
@@ -176,7 +179,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     tokens. With chat.think each turn is a row of its own: earlier thoughts leave the context, the cache is wound back to before the reply and
     reads on with what was heard. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
     needed any more counts as made. keep_states: fill Episode.states, which sampling has computed anyway, for a critic on the policy's trunk;
-    (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M. probe: (text, tokens) of an aside after each turn, the last one included, for
+    (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M. probe: (text, tokens) or (text, tokens, first), as aside() has them, after each turn, the last one included, for
     Episode.asides; it enters no row and no later context. A turn whose user failed has none.
     """
     assert not (probe and keep_states), "a critic's last state is read after AFTER tokens, an aside after the whole line"

@@ -15,6 +15,7 @@ from conftest import ROOT
 from rollout import Chat, Episode, rollout
 from scenarios import load_scenarios
 from simulator import LanguageUsers, ScriptedUsers, UserTurn
+from weights import load
 from test_simulator import expert, things
 
 FILE = str(ROOT / "data" / "scenarios.jsonl")
@@ -368,3 +369,15 @@ def test_every_trajectory_is_whole():
         assert len(set(t["lines"])) == len(t["lines"]) >= 5 and len(t["again"]) >= 3 and t["held"] > 0 > t["missed"] > t["gave_in"] and t["formula"] < 0 > t["growth"]
         assert all(line.count("{}") == (0 if t["short"] else 1) for line in t["lines"] + [x for x in t["again"] if t["short"]])
         assert says(t["holds"], HOLDS[name][0]) and not says(t["yields"], HOLDS[name][0])
+
+
+def test_an_aside_begins_with_a_digit(tiny_folder):
+    """A model that would go on with anything is held to a digit first; untouched, the random one hardly ever says one."""
+    model, tokenizer = load(tiny_folder)
+    chat = Chat(tokenizer, model.config.vocab)
+    mask = aeb.not_a_digit(chat)
+    assert {chat.text([i]) for i in range(model.config.vocab) if not mask[i]} == set("0123456789")
+    how = dict(max_turns=2, max_new_tokens=6, max_tokens=4000, temperature=0.9)
+    for first, digit in ((None, False), (mask, True)):
+        done = rollout(model, chat, ScriptedUsers(), [(s, None) for s in HELDOUT[:3]], generator=torch.Generator().manual_seed(0), probe=("(They feel:", 4, first), **how)
+        assert all(a[:1].isdigit() for e in done for a in e.asides) == digit
