@@ -2,13 +2,14 @@
 Held-out measurement: play scenarios with a model, print the mean final emotion with its uncertainty.
 
 The number is the rule score of a scripted user, not empathy: it counts what that user's rules count. Definitions are
-those of the SAGE leaderboard (mean final emotion, success at >= 100, failure below 10). Left out on purpose: judge
-models, significance stars, a single "score" without its interval.
+those of the SAGE leaderboard (mean final emotion, success at >= 100, failure below 10). The other benches have files of
+their own. Left out on purpose: significance stars, a single "score" without its interval.
 
     python evaluate.py run --model smollm2-135m --n 16                         a base model on 16 held-out scenarios
     python evaluate.py run --model runs/NAME --out after.jsonl --show 1        a run's best checkpoint, dialogues kept
     python evaluate.py score FILE...        result rows, anyone's (scores.py)          python evaluate.py report FILE...       one page to look at (report.py)
     python evaluate.py epm FILE...          EMPA's runs (empa.py)                      python evaluate.py aeb --models A,B     adversarial users (aeb.py)
+    python evaluate.py eqbench ...          EQ-Bench 3 (eqbench.py)
 """
 import argparse
 import hashlib
