@@ -257,7 +257,12 @@ def run(args):
         model, tokenizer = load(args.model, dtype, device)
         chat = Chat(tokenizer, model.config.vocab, POLICY + THINK.removeprefix(SYSTEM) if args.think else POLICY, args.think)
         limit = args.max_tokens or min(8192, model.config.max_positions)
-        check_budget(model, chat, [SimpleNamespace(id=f"task {t.id}", opening=t.prompts[0], facts=()) for t in items], args.max_new_tokens, limit)
+        fits = [t for t in items if len(chat.opening(t.prompts[0])) + args.max_new_tokens <= limit]
+        check_budget(model, chat, [SimpleNamespace(id=f"task {t.id}", opening=t.prompts[0], facts=()) for t in fits or items], args.max_new_tokens, limit)
+        for t in (t for t in items if t not in fits):
+            problems.append(f"task {t.id}: its first message and one reply do not fit into {limit} tokens; raise --max_tokens")
+            print(f"left out   {problems[-1]}")
+        items, n = fits, len(fits)
         print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}, up to {args.max_new_tokens} tokens a reply, {limit} a dialogue, "
               f"temperature {args.temperature:g}, seed {args.seed}", flush=True)
         turns = max(len(t.prompts) for t in items)

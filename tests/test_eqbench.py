@@ -238,6 +238,11 @@ def test_a_dialogue_that_does_not_fit(tiny_folder, tmp_path, capsys):
     assert run(tiny_folder, tmp_path, "--max_tokens", str(room), "--out", str(tmp_path / "a"), text=text) == 0
     _, result, (row,) = last(capsys, tmp_path / "a")
     assert len(row["replies"]) == 2 and len(row["prompts"]) == 3 and (result["n"], result["short"]) == (1, 1)
+    tasks = sorted(scenarios(tmp_path, GOOD)[0], key=lambda t: len(pieces.opening(t.prompts[0])))     # all but the longest fit: it is named and left out
+    room = len(pieces.opening(tasks[-1].prompts[0])) + 3
+    assert run(tiny_folder, tmp_path, "--max_tokens", str(room), "--max_new_tokens", "4", "--out", str(tmp_path / "b"), text=GOOD) == 0
+    said, result, rows = last(capsys, tmp_path / "b")
+    assert f"left out   task {tasks[-1].id}" in said and {r["id"] for r in rows} == {t.id for t in tasks[:-1]} and result["skipped"] == 1
 
 
 def test_a_judge_that_says_nothing_useful(tiny_folder, tmp_path, capsys):
