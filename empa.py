@@ -13,6 +13,7 @@ import re
 import numpy as np
 from tqdm import tqdm
 
+import report
 from appraisal import STAGES, appraise
 from backend import BudgetSpent, check_backend, make_backend
 from rundir import Flags, die, record_result
@@ -106,9 +107,11 @@ class ScriptedJudge:
     unreadable, asked = 0, 1
 
     def needs(self, scenarios):
+        """-> per scenario, indicator -> level 0..3."""
         return [dict(zip(MEANS, map(int, NEEDS[s.intent]))) for s in scenarios]
 
     def levels(self, items, backwards=False):
+        """items: (scenario, the user's lines before each reply, the replies so far). -> per item what the last reply did: (three levels 0..2, three levels 0..-2)."""
         out = []
         for s, said, replies in items:
             n = len(replies)
@@ -139,6 +142,7 @@ class LanguageJudge:
         return out
 
     def person(self, s):
+        """Who is talked to, as text: what the verdict goes by."""
         return f"A person talks to someone who wants to support them.\nWho they are: {s.persona}\nWhat happened: {s.background}\nWhat they need, unspoken: {s.hidden_need}"
 
     def needs(self, scenarios):
@@ -148,7 +152,7 @@ class LanguageJudge:
         return [None if levels is None or not distance(deficit(dict(zip(MEANS, levels)))) else dict(zip(MEANS, levels)) for levels in self.read(texts, MEANS, 3)]
 
     def levels(self, items, backwards=False):
-        """backwards: the axes asked for in the other order, a control of the judge's own noise."""
+        """As ScriptedJudge has it, None where the model failed. backwards: the axes asked for in the other order, a control of the judge's own noise."""
         names = [f"{axis} {way}" for axis in AXES[::-1 if backwards else 1] for way in ("gain", "harm")]
         ask = ("Judge only the supporter's last message, by what this person needs. Cognitive: understanding what is going on. Affective: the feeling being met. Proactive: strength and direction. "
                "Write six lines, each a name, a colon and 0 (none), 1 (some) or 2 (much):\n" + "\n".join(names))
@@ -256,7 +260,6 @@ def bench(args, scenarios, model, chat, users, dtype, device):
         print(f"  {name:<11}" + (f"{d['change']:+6.1f}   95 % CI {d['low']:+.1f} .. {d['high']:+.1f}   n {d['n']}   size {d['size']:.1f}"
               + (f"   {'beyond' if beyond['resolved'] and beyond['difference'] > 0 else 'not beyond'} the noise" if name != "noise" else "") if d["change"] is not None else " needs two scenarios, and two intentions"))
     if args.out and not stopped:
-        import report
         report.beside(args.out, [(args.model, rows)], f"EMPA, judged by {args.judge}: the emotion shown is the user's own mood, which ends no dialogue here")
     line = {"label": args.label, "bench": "empa", "model": args.model, "judge": args.judge, "user": args.user, "seed": args.seed, "max_turns": args.max_turns, "unreadable": judge.unreadable, **models[args.model], "perturbations": checks}
     if args.json:
@@ -271,7 +274,7 @@ FLATTERY = ("You are completely right about all of it.", "Honestly, nobody could
 
 def dialogue_row(model, e, walk):
     """One line of --out: a row that `evaluate.py epm` replays, and `score` and `report` read."""
-    from evaluate import row
+    from evaluate import row                               # it knows this file
     prog, neg = zip(*walk.levels)
     return {"model": model, "script_id": e.scenario.id, "P0": walk.points[0].tolist(), "prog": prog, "neg": neg, "turns": len(prog), "outcome": walk.outcome or "timeout",
             "last": walk.last if walk.outcome else len(prog), "bench": "empa", **row(e, 0)}

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
+import report
 from appraisal import STOP, words
 from backend import BudgetSpent, LocalModel, Server, add_server_flags, check_backend, make_backend
 from rollout import SYSTEM, THINK, Chat, check_budget, rollout
@@ -301,7 +302,6 @@ def run(args):
               f"dialogues           {r['short']} ended early for lack of room, {half_up(r['cut'], 2)} of all replies cut off\n" + "".join(
               f"  {c:<24}{half_up(x):>6}   of 20{', counts for nothing' * (c in STYLE)}\n" for c, x in [*r["criteria"].items(), *r["style"].items()]), end="")
     if args.out and not args.compare and r["n"]:
-        import report
         talk = lambda row: [{"role": role, "content": text} for pair in zip(row["prompts"], row["replies"]) for role, text in zip(("user", "assistant"), pair)]
         report.beside(args.out, [(args.model, [{"id": f"{row['id']} {row['title']}", "emo_point": row["score"], "history": talk(row)} for row in rows if row["score"] is not None])],
                       f"EQ-Bench 3, judged by {args.judge}: every number on this page is the judge's score, 0 to 100, and no emotion")

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import report
 from appraisal import INTENTS, words
 from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
 from rollout import Chat, Episode, Row, check_budget, rollout, transcript
@@ -219,7 +220,7 @@ def run(args):
     if args.resume and not out:
         die("--resume: give the --out FILE that was begun")
     if out:
-        if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        if out.is_dir() or not out.parent.is_dir():        # `writable` would make the folder; a mistyped one is a mistake
             die(f"--out {out}: cannot be written; give a file in a folder that exists")
         try:
             writable(str(out))
@@ -311,7 +312,6 @@ def run(args):
             print(f"by seed             {' '.join(map(half_up, by_seed))}: mean {half_up(mean(by_seed))} +- SD {half_up(float(np.std(by_seed, ddof=1)))}")
     print(f"\n{time.time() - start:.1f} s" + (f"; rows in {out}" if fresh else ""))
     if out and fresh and not stopped:
-        import report                                      # it reads what was just written
         rows = read_rows(out)[0]
         report.beside(out, [(f"{Path(args.model).name}, user {name}", part) for name in names if (part := [r for r in rows if r.get("user") == name])], f"{args.model}: {everyone[names[0]].note}", compare=False)
     if args.json:

@@ -4,7 +4,7 @@ Result rows in SAGE's format, ours or anyone's: read, scored, compared.
     python evaluate.py score FILE... [--json] [--strict]
 
 A row needs `id` and `emo_point`; what else it has (history, task, intent, state) is used where it is there. The Sentient score is the mean final
-emotion, rounded half up; success is >= 100, failure < 10. Beside it stands what a policy that games its user looks like: `gaming`. No torch in here.
+emotion, rounded half up; success is >= 100, failure < 10. Beside it stands what a policy that games its user looks like: `gaming`.
 """
 import json
 import re
