@@ -24,13 +24,16 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 
 from model import Cache, append, sample
 from rollout import Chat
+from rubric import Generated, LanguageRater, Rewards, ScriptedRater
 from rundir import die, nonnegative, positive, read_json, write_atomically
+from scenarios import load_memories
 from simulator import KINDS, LanguageUsers, ScriptedUsers
 from user_b import ScriptedUsersB
 from weights import cache_folder, load, resolve
@@ -257,6 +260,43 @@ def make_backend(spec, args, dtype, device):
         return Server(url, name, args.server_parallel, args.server_key_env, args.server_calls, args.server_timeout, seed=args.seed)
     model, tokenizer = load(rest, dtype)
     return LocalModel(model.requires_grad_(False).to(device, dtype), Chat(tokenizer, model.config.vocab))
+
+
+def check_rewards(args, scenarios):
+    """SystemExit on a --reward stack that can't be, before any weights are loaded. -> what is remembered of each scenario's person, {} with --memory none."""
+    named = [part[7:] for part in args.reward.split("+") if part.startswith("rubric:")]
+    if args.judge != "scripted":
+        check_backend("--judge", args.judge, args, "scripted, lm:MODEL or server:URL#MODEL")
+    if "kardia" in named and not args.think:
+        die("--reward rubric:kardia reads understanding, reasoning and emotion off the plan before a reply; add --think")
+    if "peregrm" in named and args.memory == "none":
+        die("--reward rubric:peregrm is about people with a history; add --memory data/memories.jsonl")
+    if "care" in named and generator_folder(args.generator) is None:
+        die(f"--generator {args.generator}: no rubric generator there; make one with python rubric.py sft --out {args.generator}, or use rubric:care-prior")
+    if args.judge == "scripted" and (named or getattr(args, "credit_from", "") == "deficit"):
+        foreign = next((s for s in scenarios if s.language != "en"), None)
+        if foreign is not None:
+            die(f"--judge scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --judge lm:MODEL or server:URL#MODEL")
+    return {} if args.memory == "none" else load_memories(args.memory, scenarios)
+
+
+def generator_folder(run):
+    """The HF folder of the rubric generator in a run of care.py: after preference RL where there is one, else after imitation; or None."""
+    return next((f for f in (Path(run) / "preferred", Path(run) / "sft", Path(run)) if (f / "model.safetensors").is_file()), None)
+
+
+def make_rewards(args, memories, dtype, device):
+    """The reward stack that the flags name, already checked. -> rubric.Rewards."""
+    deficit = getattr(args, "credit_from", "emotion") == "deficit"
+    backend = make_backend(args.judge, args, dtype, device) if args.judge != "scripted" and (deficit or "rubric" in args.reward) else None
+    generated = potential = None
+    if "rubric:care" in args.reward.split("+"):
+        generated = Generated(make_backend(f"lm:{generator_folder(args.generator)}", args, dtype, device).complete)
+    if deficit:
+        from empa import LanguageJudge, ScriptedJudge, potentials          # it knows this file
+        judge = LanguageJudge(backend.complete) if backend else ScriptedJudge()
+        potential = lambda episodes: potentials(episodes, judge)
+    return Rewards(args.reward, LanguageRater(backend.complete, backend.choose, args.judge_by) if backend else ScriptedRater(), generated, potential, memories)
 
 
 def user_name(args):

@@ -318,7 +318,7 @@ def ppo(args):
     def one(name):
         if name == "GRPO":
             return update(preset, model, None, optimizers[name], chat, episodes, trajectory_advantages(rewards, args.copies, 0.03)[0])
-        b = train_ppo.advantages(preset, model, critics[name], None, chat, episodes, rewards, preset.lam)
+        b = train_ppo.advantages(preset, model, critics[name], None, chat, episodes, {"emotion": rewards}, preset.lam)
         return train_ppo.update(preset, model, critics[name], None, optimizers[name], chat, episodes, b)
     seconds, peak = {name: [] for name in optimizers}, {}
     for repeat in tqdm(range(args.repeats + 1), desc="rounds", leave=False):

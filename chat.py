@@ -19,7 +19,7 @@ import torch
 from model import Cache, append, sample
 from rollout import Chat
 from rundir import Flags, die, positive
-from scenarios import load_scenarios
+from scenarios import load_memories, load_scenarios
 from simulator import DYNAMICS, ScriptedUser, ScriptedUsers
 from weights import load, pick_device, pick_dtype, resolve
 
@@ -31,14 +31,14 @@ def meter(emotion, change):
 
 class Talk:
     """One dialogue on a live cache of one row; `last` holds the sampled id that was not fed yet, [] before the first reply."""
-    def __init__(self, model, chat, limit, budget, **how):
-        self.model, self.chat, self.limit, self.budget, self.how = model, chat, limit, budget, how
+    def __init__(self, model, chat, limit, budget, who="", **how):
+        self.model, self.chat, self.limit, self.budget, self.who, self.how = model, chat, limit, budget, who, how
         self.banned = chat.banned.to(model.model.embed_tokens.weight.device)
         self.cache, self.last = Cache(model, 1, 512), []
 
     def reply(self, text):
         """The policy's answer to a user's line: (text, cut), cut: it ran out of tokens. None when the dialogue got too long for `limit`."""
-        chunk = self.last + (self.chat.between(text) if self.last else self.chat.opening(text))
+        chunk = self.last + (self.chat.between(text) if self.last else self.chat.opening(text, self.who))
         used = int(self.cache.n[0])
         if used + len(chunk) + self.budget > self.limit:
             return None
@@ -101,6 +101,7 @@ def main(argv=None):
     p.add_argument("--top_p", type=float, default=0.9, help="smallest set of tokens that holds this probability; 1: all (default: %(default)s)")
     p.add_argument("--top_k", type=int, default=0, help="the k likeliest tokens only; 0: all (default: %(default)s)")
     p.add_argument("--max_new_tokens", type=positive(int), default=96, help="tokens per reply (default: %(default)s)")
+    p.add_argument("--memory", default="none", metavar="none|FILE", help="with --user: what the policy is told of earlier talks with this person, data/memories.jsonl (default: %(default)s)")
     p.add_argument("--think", action="store_true", help="the checkpoint was trained with --think: its plan before each reply is cut out")
     p.add_argument("--max_tokens", type=positive(int), help="tokens per dialogue (default: what the model knows)")
     p.add_argument("--seed", type=int, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
@@ -114,17 +115,20 @@ def main(argv=None):
         known = {s.id: s for s in load_scenarios(args.scenarios)}
         near = difflib.get_close_matches(args.user, known, 1, 0)
         scenario = known.get(args.user) or die(f"--user {args.user}: no such id in {args.scenarios}; the nearest is {near[0]}")
+    if args.memory != "none" and not scenario:
+        die("--memory: is about the person of a scenario; give --user ID too")
+    memories = {} if args.memory == "none" else load_memories(args.memory, [scenario])
     device = pick_device(args.device)
     dtype, _ = pick_dtype(args.dtype, device), resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
     generator = torch.Generator().manual_seed(args.seed)
     print(f"{args.model}; /reset starts again, /quit ends")
     if scenario:
         print("\n" + textwrap.fill(f"you are: {scenario.persona} {scenario.background}", 100) + f"\n(the meter is {ScriptedUsers.note}; it starts at {DYNAMICS[args.dynamics][0]})")
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=generator)
     try:
-        converse(lambda: Talk(model, chat, min(args.max_tokens or model.config.max_positions, model.config.max_positions), args.max_new_tokens, **how),
+        converse(lambda: Talk(model, chat, min(args.max_tokens or model.config.max_positions, model.config.max_positions), args.max_new_tokens, scenario.id if scenario else "", **how),
                  lambda: ScriptedUser(scenario, dynamics=args.dynamics) if scenario else None)
     except (EOFError, KeyboardInterrupt):
         print()

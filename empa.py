@@ -40,6 +40,11 @@ def distance(P):
     return np.sqrt((np.maximum(0, -1 - np.asarray(P, float)) ** 2).sum(-1))
 
 
+def movement(prog, neg):
+    """What levels 0..2 and 0..-2 on the three axes add to the deficit, (3,)."""
+    return np.array([PROGRESS[int(p)] + REGRESS[axis][int(-n)] for axis, (p, n) in enumerate(zip(prog, neg))], float)
+
+
 class Walk:
     """A dialogue as a path from P_0: step(prog, neg) after each reply, outcome "" while it goes on, else success | failure | timeout."""
 
@@ -52,7 +57,7 @@ class Walk:
 
     def step(self, prog, neg):
         """prog: three levels 0..2; neg: three levels 0..-2. -> the outcome so far."""
-        v = np.array([PROGRESS[int(p)] + REGRESS[axis][int(-n)] for axis, (p, n) in enumerate(zip(prog, neg))], float)
+        v = movement(prog, neg)
         gain, size = float(v @ self.need), float(np.linalg.norm(v))
         self.points.append(self.points[-1] + v)
         self.gains.append(gain)
@@ -165,6 +170,27 @@ class LanguageJudge:
             by = dict(zip(names, found or [0] * 6))
             out.append(None if text is None else ([by[f"{axis} gain"] for axis in AXES], [-by[f"{axis} harm"] for axis in AXES]))
         return out
+
+
+def potentials(episodes, judge):
+    """MICA's r_t = d(P_{t-1}) - d(P_t) of each reply (arXiv abstract, our reading of EMPA's deficits): how much of what the person needs it took away. -> per episode a
+    list over its replies, None where the judge had no verdict."""
+    starts = {s.id: s for e in episodes for s in [e.scenario]}
+    needs = dict(zip(starts, judge.needs(list(starts.values()))))
+    items = [(e.scenario, [e.opening, *(t.text for t in e.turns[:t])], e.replies[:t + 1]) for e in episodes for t in range(len(e.replies))]
+    verdicts, out = iter(judge.levels(items)), []
+    for e in episodes:
+        mine, row = [next(verdicts) for _ in e.replies], []
+        P = None if needs[e.scenario.id] is None else deficit(needs[e.scenario.id])
+        for verdict in mine:
+            if P is None or verdict is None:
+                row.append(None)
+                continue
+            after = P + movement(*verdict)
+            row.append(float(distance(P) - distance(after)))
+            P = after
+        out.append(row)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- dialogues of our own

@@ -31,7 +31,7 @@ from appraisal import INTENTS, words
 from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
 from rollout import Chat, Episode, Row, check_budget, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
-from scenarios import SPLITS, STATES, load_scenarios
+from scenarios import SPLITS, STATES, load_memories, load_scenarios
 from scores import by_scenario, gaming, gaming_line, read_rows
 from simulator import BANDS, DYNAMICS, UserTurn
 from stats import bootstrap, half_up, mean, paired_difference
@@ -137,14 +137,14 @@ def table(s, note):
     return "\n".join(lines)
 
 
-def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, **talk):
+def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, memories=None, **talk):
     """What a training script prints last: the same held-out dialogues played with each of its models, by its user and by scripted-b, which no policy was trained on: a
     gain that only the first sees is a gain in pleasing that one. folders: name -> HF folder; talk: as play has it. -> name -> summary, and under "scripted-b" the second one (None: not English)."""
     results, ends, second = {}, {}, SCRIPTED["scripted-b"](users.dynamics, talk["max_turns"]) if all(s.language == "en" for s in scenarios) else None
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
         with tqdm(total=len(scenarios) * repeats * talk["max_turns"] * (1 + bool(second)), desc=f"held-out, {name}", unit="reply", leave=False) as bar:
-            played = [u and play(model, Chat(tokenizer, model.config.vocab, think=think), u, scenarios, repeats, seed=seed, progress=bar, **talk) for u in (users, second)]
+            played = [u and play(model, Chat(tokenizer, model.config.vocab, think=think, memories=memories), u, scenarios, repeats, seed=seed, progress=bar, **talk) for u in (users, second)]
         first, other = (part and summary(part) for part in played)
         ends[name] = [by_scenario([row(e, 0) for e in part or [] if e.finish != "user_failed"]) for part in played]
         results[name] = {**first, "scripted-b": other}
@@ -236,6 +236,7 @@ def run(args):
     args.split = args.split or ("all" if everything[0].source == "rlver" else "heldout")
     scenarios = spread(everything if args.split == "all" else load_scenarios(args.scenarios, args.split), args.n)
     check_user(args, scenarios)
+    memories = {} if args.memory == "none" else load_memories(args.memory, scenarios)
     if args.user2:
         check_user(second := argparse.Namespace(**{**vars(args), "user": args.user2}), scenarios, "--user2")
         args.user2 = second.user
@@ -255,7 +256,7 @@ def run(args):
     n = len(scenarios) * args.repeats
     what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "think", "max_tokens", "temperature", "batch", "repeats")
     weights = [weights_stamp(Path(f)) for f in (resolve(args.model), args.init if "lm:self" in names else None) if f]
-    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights]).encode("utf-8", "replace")).hexdigest()[:12]
+    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights, *([memories] if memories else [])]).encode("utf-8", "replace")).hexdigest()[:12]
     done = finished_batches(out, stamp, {(u, s) for u in names for s in seeds}, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
 
     print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
@@ -263,7 +264,7 @@ def run(args):
     print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats{f' x {args.seeds} seeds' * (args.seeds > 1)}{' x 2 users' * bool(args.user2)} = {n * len(seeds) * len(names)}, up to {args.max_turns} replies of "
           f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
     model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
     initial = load(args.init, dtype, device)[0] if "lm:self" in names and args.init else model
     if args.bench == "empa":
         return empa.bench(args, scenarios, model, chat, make_users(args, (initial, chat), dtype, device), dtype, device)
@@ -357,6 +358,7 @@ def main(argv=None):
     p.add_argument("--states", action="store_true", help="users in all 24 interaction states, equally often, instead of the plain user")
     p.add_argument("--max_turns", type=positive(int), default=5, help="replies a dialogue (default: %(default)s, as the laptop preset trains; the full protocol has 8)")
     p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply, its thoughts included (default: %(default)s)")
+    p.add_argument("--memory", default="none", metavar="none|FILE", help="what the policy is told of earlier talks with each person, data/memories.jsonl, where it was trained with it (default: %(default)s)")
     p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply; the user and later turns don't see it")
     p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")

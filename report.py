@@ -176,7 +176,8 @@ def page(path, named, note="", metrics=(), title="nanoempathy: evaluation", comp
         lines = lambda *names: [(n, [m["step"] for m in metrics if m.get(n) is not None], [m[n] for m in metrics if m.get(n) is not None], None, None) for n in names]
         legend = lambda *names: '<p class="key">' + "".join(f'<span><i style="background:{colour(k)}"></i>{escape(n)}</span>' for k, n in enumerate(names)) + "</p>"
         parts += ["<h2>Training</h2>", legend("emotion in training", "emotion on the dev split"), '<div class="charts">', line_chart("Final emotion by step", "step", "emotion", lines("emotion", "dev_emotion"), 100),
-                  *(line_chart(what, "step", name, lines(name)) for name, what in (("entropy", "Entropy of the policy, nats a token"), ("kl", "KL from the sampling policy, nats a token"), ("tokens", "Mean reply length, tokens"))), "</div>"]
+                  *(line_chart(what, "step", name, lines(name)) for name, what in (("entropy", "Entropy of the policy, nats a token"), ("kl", "KL from the sampling policy, nats a token"), ("tokens", "Mean reply length, tokens"))),
+                  *(line_chart(f"Reward by {name.removeprefix('reward_')}, mean over replies", "step", name, lines(name)) for name in sorted({n for m in metrics for n in m if n.startswith("reward_")})), "</div>"]
     if any(len(curve_of(r)) > 1 for _, rows in named for r in rows):
         parts += ["<h2>Emotion by turn</h2>", key, emotion_chart(named)]
     for title_, kind in (("By hidden intention", "intents"), ("By interaction state", "states")):

@@ -30,10 +30,12 @@ class Chat:
 
     eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot (and, with think, the pair
     <think> </think>), ids beyond the tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain
-    text, so that "<|im_start|>" in it is just characters. think: replies begin with a block that nobody hears.
+    text, so that "<|im_start|>" in it is just characters. think: replies begin with a block that nobody hears. memories: scenario id -> what the
+    policy is told of earlier talks with this person.
     """
-    def __init__(self, tokenizer, vocab, system=None, think=False):
-        self.tokenizer, self.think = tokenizer, think
+    def __init__(self, tokenizer, vocab, system=None, think=False, memories=None):
+        self.tokenizer, self.think, self.memories = tokenizer, think, memories or {}
+        self.role = system or (THINK if think else SYSTEM)
         names = tokenizer.get_vocab()
         # split_special_tokens leaves added tokens that aren't "special" whole; so such a string is cut after its first character
         added = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content) > 1]
@@ -48,7 +50,7 @@ class Chat:
         real[[i for i in banned if i < vocab]] = False
         real[[self.eot] + [names[t] for t in ("<think>", "</think>") if think and t in names]] = True
         self.banned = ~real                                # (V,)
-        self.system = self.turn("system", system or (THINK if think else SYSTEM)) + self.newline
+        self.system = self.turn("system", self.role) + self.newline
         self.reply = [self.start] + self.plain("assistant\n")
         if "<think>" in names and not think:               # Qwen3: an empty think block is its own way of answering without one
             self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
@@ -62,9 +64,11 @@ class Chat:
         """<|im_start|>role, newline, text, <|im_end|>: without the newline that follows."""
         return [self.start] + self.plain(role + "\n") + self.plain(text.strip()) + [self.eot]
 
-    def opening(self, text):
-        """System prompt, first user message, and the header of the policy's first reply."""
-        return self.system + self.turn("user", text) + self.newline + self.reply
+    def opening(self, text, who=""):
+        """System prompt, with what is remembered of scenario id `who`, if anything, first user message, and the header of the policy's first reply."""
+        memory = self.memories.get(who)
+        system = self.turn("system", f"{self.role} You have talked before: {memory}") + self.newline if memory else self.system
+        return system + self.turn("user", text) + self.newline + self.reply
 
     def between(self, text):
         """What the environment puts between two replies: the newline after <|im_end|>, the user's turn, the next header."""
@@ -124,6 +128,7 @@ class Episode:
     replies: list = field(default_factory=list)
     cuts: list = field(default_factory=list)               # reply hit its token budget
     malformed: list = field(default_factory=list)          # reply lacked the think block that was asked for
+    plans: list = field(default_factory=list)              # with think blocks, what was in them: for a judge, never for a user
     beyond: list = field(default_factory=list)             # ids up to the next reply that never was, where the dialogue was truncated
     asides: list = field(default_factory=list)             # where asked for: what the policy said aside, as text, after the user's line of each turn
     states: list = field(default_factory=list)             # where asked for: hidden states (tokens, D) before the policy tokens of each reply, then (1, D) after `beyond`
@@ -150,7 +155,7 @@ def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
     """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions."""
     if max_tokens > model.config.max_positions:
         die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
-    longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]))), s.id) for s in scenarios)       # a user that volunteers opens with its first fact
+    longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]), s.id)), s.id) for s in scenarios)       # a user that volunteers opens with its first fact
     if longest + max_new_tokens > max_tokens:
         die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
 
@@ -192,7 +197,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
             user = users.start(scenario, state)
             talks.append((Episode(scenario, state, group, user.opening, user.emotion, [Row()]), user))
     episodes = [e for e, _ in talks]
-    prompts = [chat.opening(e.opening) for e in episodes[::copies]]
+    prompts = [chat.opening(e.opening, e.scenario.id if chat.memories else "") for e in episodes[::copies]]
     for i, e in enumerate(episodes):
         e.rows[0].environment(prompts[i // copies])
     cache = Cache(model, len(jobs), max(map(len, prompts)))
@@ -214,6 +219,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
             context = list(row.ids) if chat.think else None
             row.policy(tokens[i], logps[i], turn)
             e.malformed.append(not formed[i])
+            e.plans += [chat.text(tokens[i]).partition("<think>")[2].partition("</think>")[0]] if chat.think else []
             e.turns.append(answer)
             e.replies.append(replies[i])
             e.cuts.append(cuts[i])

@@ -142,6 +142,29 @@ def check_file(path):
     return good, problems
 
 
+def load_memories(path, scenarios):
+    """What is remembered of earlier talks: rows {"scenario": id, "memory": [sentence, ...]} -> {id: text}. SystemExit on a bad row, or where one of the scenarios has none."""
+    out, name = {}, Path(path).name
+    try:
+        lines = list(read_lines(path))
+    except OSError as error:
+        die(f"--memory {path}: cannot be read ({error.strerror}); give data/memories.jsonl, or none")
+    for number, row, problem in lines:
+        memory = row and row.get("memory")
+        if not problem and not (isinstance(row.get("scenario"), str) and row["scenario"]):
+            problem = "field 'scenario': must be the id of a scenario"
+        if not problem and not (isinstance(memory, list) and memory and all(isinstance(x, str) and x.strip() for x in memory)):
+            problem = "field 'memory': must be a list of sentences"
+        if not problem and row["scenario"] in out:
+            problem = f"field 'scenario': '{row['scenario']}' was used before"
+        if problem:
+            die(f"{name}:{number}: {problem}")
+        out[row["scenario"]] = " ".join(x.strip() for x in memory)
+    if missing := [s.id for s in scenarios if s.id not in out]:
+        die(f"--memory {path}: nothing about scenario {missing[0]} ({len(missing)} of {len(scenarios)} have none); add a row, or leave --memory out")
+    return out
+
+
 def load_scenarios(path, split=None):
     """All scenarios of a file, or those of one split. The first bad row, or no row at all, ends the program (exit code 2)."""
     scenarios, problems = check_file(path)

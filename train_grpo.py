@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 import evaluate
 from appraisal import INTENTS
-from backend import BudgetSpent, add_user_flags, check_user, make_users
+from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
 from model import token_logprobs
 from report import training_page
 from rollout import Chat, check_budget, marked, rollout, training_batches, transcript
-from rubric import REWARDS, score
+from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
@@ -64,8 +64,9 @@ p.add_argument("--think", action="store_true", help="ask for a plan in <think>..
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
-p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
+add_reward_flags(p)
 p.add_argument("--credit", choices=["trajectory", "turn", "mica"], help="* trajectory: one advantage a dialogue (RLVER); turn: discounted emotion changes, one a reply (MICA's G_t); mica: half of that, half the change itself against all of the group's")
+p.add_argument("--credit_from", default="emotion", choices=["emotion", "deficit"], help="what a reply changed, for --credit turn and mica: the emotion, or by --judge the deficits of EMPA (MICA's potential) (default: %(default)s)")
 p.add_argument("--gamma", type=nonnegative(float), default=0.85, help="discount per turn of --credit turn and mica (default: %(default)s, MICA)")
 p.add_argument("--std_floor", type=positive(float), default=0.03, help="advantages are divided by max(group std, this), but for --credit mica (default: %(default)s, in reward units)")
 # ---- loss and optimiser
@@ -137,6 +138,16 @@ def mica_advantages(rewards, group_size, gamma):
         z = lambda x, values: 0.0 if np.ptp(values) == 0 else float((x - values.mean()) / (values.std() + 1e-8))
         advantages += [[0.5 * z(x, c) + 0.5 * z(r, every) for x, r, c in zip(G, t, columns)] for G, t in zip(returns, turns)]
     return advantages, flat / (len(rewards) // group_size)
+
+
+def mixed_advantages(args, streams):
+    """Credit for each stream of rewards by itself, then added: emotion + mu x each further one. Same returns as above; flat groups are those of the emotion."""
+    kinds = {"turn": lambda rewards: turn_advantages(rewards, args.group_size, args.std_floor, args.gamma), "mica": lambda rewards: mica_advantages(rewards, args.group_size, args.gamma),
+             "trajectory": lambda rewards: trajectory_advantages(rewards, args.group_size, args.std_floor)}
+    (advantages, flat), *more = [kinds[args.credit](rewards) for rewards in streams.values()]
+    for stream, _ in more:
+        advantages = [[a + args.mu * b for a, b in zip(mine, other)] for mine, other in zip(advantages, stream)]
+    return advantages, flat
 
 
 # ---------------------------------------------------------------------------------------------- loss
@@ -213,6 +224,7 @@ def main(argv=None):
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
     check_user(args, train + dev + heldout, training=True)
+    memories = check_rewards(args, train + dev + heldout)
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
@@ -238,8 +250,9 @@ def main(argv=None):
     model.train_only_upper(args.train_layers)
     if args.lora:
         model.add_lora(args.lora, args.seed)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
     users = make_users(args, (model, chat), dtype, device)      # before a checkpoint is loaded: lm:self is the policy before RL
+    stack = make_rewards(args, memories, dtype, device)
     check_budget(model, chat, train + dev + heldout, args.max_new_tokens, args.max_tokens)
     run = run or RunDir.create(args.run, config)
     run.configure(config)
@@ -252,6 +265,7 @@ def main(argv=None):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         controller.load_state_dict(state["curriculum"])
+        stack.load_state(state["rewards"])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
         del state
     count = lambda ps: sum(q.numel() for q in ps)
@@ -263,7 +277,7 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------ evaluation
     def checkpoint(step, pending=None):
         """pending: the record of this step, where its dev score is still to come."""
-        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "step": step, "best": best, "pending": json.dumps(pending)})
+        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
 
     def score_dev(record):
         """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
@@ -313,13 +327,13 @@ def main(argv=None):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
-            rewards = score(episodes, args.reward)
-            if args.credit == "turn":
-                advantages, flat = turn_advantages(rewards, args.group_size, args.std_floor, args.gamma)
-            elif args.credit == "mica":
-                advantages, flat = mica_advantages(rewards, args.group_size, args.gamma)
-            else:
-                advantages, flat = trajectory_advantages(rewards, args.group_size, args.std_floor)
+            try:
+                streams = stack.streams(episodes)
+            except BudgetSpent as e:                       # of a served judge
+                checkpoint(step)
+                die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+            rewards = streams["emotion"]
+            advantages, flat = mixed_advantages(args, streams)
             metrics = update(args, model, reference, optimizer, chat, episodes, advantages)
             clock.append(time.time())
             # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
@@ -331,7 +345,7 @@ def main(argv=None):
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
-            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), "group_std": float(np.mean(stds)),
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), "group_std": float(np.mean(stds)),
                       "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
@@ -359,7 +373,7 @@ def main(argv=None):
         if init == source:
             del folders["cold start"]
         try:
-            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, states=args.curriculum != "no-states", **talk)
+            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, memories, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -22,12 +22,12 @@ from tqdm import tqdm
 
 import evaluate
 from appraisal import INTENTS
-from backend import BudgetSpent, add_user_flags, check_user, make_users
+from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
 from model import Critic, token_logprobs
 from report import training_page
 from rollout import AFTER, Chat, check_budget, critic_rows, marked, rollout, training_batches, transcript
-from rubric import REWARDS, score
+from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
@@ -66,7 +66,8 @@ p.add_argument("--think", action="store_true", help="ask for a plan in <think>..
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
-p.add_argument("--reward", default="emotion", choices=REWARDS, help="what a dialogue is worth (default: %(default)s)")
+add_reward_flags(p)
+p.add_argument("--reward_at", default="end", choices=["end", "turn"], help="when the emotion is paid: the final one at the end, or each change with the reply that made it; with --gamma 1 the same advantages, since the critic is told the emotion so far (default: %(default)s)")
 p.add_argument("--gae", choices=["token", "turn"], help="* token: a value before every policy token; turn: one value a reply, before its first token, and one advantage for all its tokens")
 p.add_argument("--gamma", type=nonnegative(float), default=1.0, help="discount per policy token, or per reply with --gae turn (default: %(default)s)")
 p.add_argument("--lam", type=nonnegative(float), help="* lambda of GAE: 0 trusts the critic's next value, 1 what really happened")
@@ -123,15 +124,17 @@ def gae(rewards, values, mask, beyond, gamma, lam):
 
 
 @torch.no_grad()
-def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
+def advantages(args, model, critic, reference, chat, episodes, streams, lam):
     """Values of all policy tokens, then GAE. A shared critic reads the states that sampling has computed; a separate one costs a forward.
 
     lam: a number, replaced by each dialogue's own with --adaptive_lam. -> dict of (E, P) tensors on the CPU, E episodes, P policy
     tokens: mask; known, the emotion so far / 100; decide, where values are learned (every policy token, or the first of each reply); value;
     target of the value; advantage, whitened over the policy tokens of the whole batch (divided by max(std, .01): no noise is blown up).
 
-    The reward e_T / 100 is paid at the last place of the dialogue that decides, with --gae token its last policy token; the KL penalty of
-    --kl_in reward where it arises (`reference` is None otherwise). A dialogue that a budget cut is not finished: `beyond` adds the change that
+    streams: name -> rewards, as rubric.Rewards gives them. The emotion's e_T / 100 is paid at the last place of the dialogue that decides, with --gae token its last policy token,
+    or with --reward_at turn each change at the last such place of its reply, and then the value is the change still to come; the KL penalty of
+    --kl_in reward where it arises (`reference` is None otherwise). A further stream has no critic, since its turns are centred already: its advantages are GAE
+    with value 0, whitened by themselves, and added with weight mu. A dialogue that a budget cut is not finished: `beyond` adds the change that
     the critic still expected, V - known, since V counts the emotion so far, which has just been paid. A user who left adds nothing.
     Three numbers for the metrics: explained_variance, 1 - Var(R - value) / Var(R - known) with R the lambda-1 return: how much of the change still to
     come the critic foresaw (0 untrained, 1 at best, below 0 worse than saying nothing); bootstrap, the mean of `beyond`; kl_reference, if measured.
@@ -140,10 +143,13 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     use = [i for i, e in enumerate(episodes) if e.finish != "user_failed"]
     turns = {i: [t for row in episodes[i].rows for t in row.turn if t >= 0] + [len(episodes[i].turns)] * episodes[i].truncated for i in use}
     E, P = len(episodes), max(map(len, turns.values()), default=1)
-    value, known, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
+    value, emotion, penalty, turn = torch.zeros(E, P), torch.zeros(E, P), torch.zeros(E, P), torch.full((E, P), -1)
     for i, mine in turns.items():
         e, n = episodes[i], len(mine)
-        turn[i, :n], known[i, :n] = torch.tensor(mine), torch.tensor([e.start_emotion] + [u.emotion for u in e.turns])[mine] / 100
+        turn[i, :n], emotion[i, :n] = torch.tensor(mine), torch.tensor([e.start_emotion] + [u.emotion for u in e.turns])[mine] / 100
+    known = emotion if args.reward_at == "end" else torch.zeros(E, P)                                 # what of the return is no news
+    for i, mine in turns.items():
+        e, n = episodes[i], len(mine)
         if critic.own is None:
             value[i, :n] = critic(torch.cat(e.states)[:n], known[i, :n].to(device)).cpu()
     if critic.own is not None:
@@ -157,17 +163,32 @@ def advantages(args, model, critic, reference, chat, episodes, rewards, lam):
     mask, all_rows, places = turn >= 0, torch.arange(E), torch.arange(P)
     cut, last = torch.tensor([e.truncated for e in episodes]), (mask.sum(1) - 1).clamp(min=0)
     hope = cut & ~torch.tensor([any(e.malformed) for e in episodes])                                  # a dialogue that is worth 0 hopes for nothing
-    beyond = torch.where(hope, (value.clamp(0, 1) - known)[all_rows, last], 0.0)                       # (E,); nobody can hope for more than 100
+    beyond = torch.where(hope, ((value - known + emotion).clamp(0, 1) - emotion)[all_rows, last], 0.0) # (E,); nobody can hope for more than 100
     mask[all_rows[cut], last[cut]] = False                 # the policy token that never was
     decide = mask if args.gae == "token" else mask & (turn != F.pad(turn, (1, 0), value=-1)[:, :-1])
     start = torch.where(decide, places, 0).cummax(1).values                                           # (E, P): the place that decides for this token
+    ends = [{int(turn[i, k]): int(k) for k in decide[i].nonzero()[:, 0]} for i in range(E)]            # reply -> its last place that decides
+    def paid(rewards):                                     # (E, P): each reply's reward where the reply ends
+        out = torch.zeros(E, P)
+        for i, r in enumerate(rewards):
+            for t, x in enumerate(r.turns if r is not None else []):
+                out[i, ends[i][t]] = x
+        return out
     reward = torch.zeros(E, P).scatter_add_(1, start, -penalty * mask)
-    reward[all_rows, (decide * places).amax(1)] += torch.tensor([r.total if r is not None else 0.0 for r in rewards])
+    if args.reward_at == "turn":
+        reward += paid(streams["emotion"])
+    else:
+        reward[all_rows, (decide * places).amax(1)] += torch.tensor([r.total if r is not None else 0.0 for r in streams["emotion"]])
     returns = value + gae(reward, value, decide, beyond, args.gamma, 1.0)
-    advantage = gae(reward, value, decide, beyond, args.gamma, (1 - 1 / (0.4 * decide.sum(1))).clamp(min=0) if args.adaptive_lam else lam)
+    lam = (1 - 1 / (0.4 * decide.sum(1))).clamp(min=0) if args.adaptive_lam else lam
+    advantage = gae(reward, value, decide, beyond, args.gamma, lam)
     target = returns if args.adaptive_lam else value + advantage
-    advantage = advantage.gather(1, start)                                                            # a reply's advantage for each of its tokens
-    advantage = (advantage - advantage[mask].mean()) / advantage[mask].std(correction=0).clamp(min=0.01)
+    def whitened(a):
+        a = a.gather(1, start)                                                                        # a reply's advantage for each of its tokens
+        return (a - a[mask].mean()) / a[mask].std(correction=0).clamp(min=0.01)
+    advantage = whitened(advantage)
+    for name in list(streams)[1:]:
+        advantage = advantage + args.mu * whitened(gae(paid(streams[name]), torch.zeros(E, P), decide, torch.zeros(E), args.gamma, lam))
     variance = lambda x: x[decide].var(correction=0).clamp(min=1e-8)
     metrics = {"explained_variance": 1 - variance(returns - value) / variance(returns - known), "bootstrap": beyond[use].mean()}
     if reference is not None:
@@ -306,6 +327,7 @@ def main(argv=None):
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
     check_user(args, train + dev + heldout, training=True)
+    memories = check_rewards(args, train + dev + heldout)
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
@@ -314,6 +336,8 @@ def main(argv=None):
     for name in ("gamma", "lam"):
         if getattr(args, name) > 1:
             die(f"--{name} {getattr(args, name)}: must be at most 1")
+    if args.value_bound and args.reward_at == "turn":
+        die("--value_bound: holds the final emotion in [0, 1]; with --reward_at turn the value is a change, which may be negative: leave one of them out")
     if args.critic_sees == "need" and args.critic == "shared":
         die("--critic_sees need: a shared trunk would show it to the policy too; add --critic separate")
     if not args.resume and Path(args.run).exists():
@@ -335,8 +359,9 @@ def main(argv=None):
     if args.lora:
         model.add_lora(args.lora, args.seed)
     critic = Critic(model, args.critic == "separate", args.value_bound)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think)
+    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
     users = make_users(args, (model, chat), dtype, device)      # before a checkpoint is loaded: lm:self is the policy before RL
+    stack = make_rewards(args, memories, dtype, device)
     prefix = max(len(chat.plain(s.hidden_need)) + 64 for s in train + dev + heldout) if args.critic_sees == "need" else 0
     if args.max_tokens + AFTER + prefix >= model.config.max_positions:
         die(f"--max_tokens {args.max_tokens}: the critic also reads a last line and {prefix} tokens of its own, {args.max_tokens + AFTER + prefix} in all; this model knows {model.config.max_positions} positions")
@@ -354,6 +379,7 @@ def main(argv=None):
         critic.load_state_dict(state["critic"])
         optimizer.load_state_dict(state["optimizer"])
         controller.load_state_dict(state["curriculum"])
+        stack.load_state(state["rewards"])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
         del state
     count = lambda ps: sum(q.numel() for q in ps)
@@ -366,7 +392,7 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------ evaluation
     def checkpoint(step, pending=None):
         """pending: the record of this step, where its dev score is still to come."""
-        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "step": step, "best": best, "pending": json.dumps(pending)})
+        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
 
     def score_dev(record):
         """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
@@ -416,8 +442,13 @@ def main(argv=None):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
-            rewards = score(episodes, args.reward)
-            judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, rewards, lam)
+            try:
+                streams = stack.streams(episodes)
+            except BudgetSpent as e:                       # of a served judge
+                checkpoint(step)
+                die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+            rewards = streams["emotion"]
+            judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, streams, lam)
             warming = step == 0 and args.critic_warmup > 0
             b = judge(1.0 if warming else args.lam)
             foreseen = b["metrics"]                        # before this batch has taught the critic anything
@@ -435,7 +466,7 @@ def main(argv=None):
             # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
-            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **metrics,
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), **metrics,
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
             if found["malformed"] == 100:
@@ -462,7 +493,7 @@ def main(argv=None):
         if init == source:
             del folders["cold start"]
         try:
-            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, states=args.curriculum != "no-states", **talk)
+            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, memories, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -71,11 +71,17 @@ def demonstration_row(chat, lines):
 
 # ---------------------------------------------------------------------------------------------- the loop
 def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, tokens_per_microbatch=4096):
-    """AdamW on the mean negative log-likelihood of policy tokens; the learning rate warms up over 5 steps and falls linearly to 0.
-    -> list of (nats per token) a step. Changes `model` in place."""
-    device = model.model.embed_tokens.weight.device
-    rows = [demonstration_row(chat, d) for d in dialogues]
+    """Fits the upper layers to the supporter's replies of all dialogues. -> list of (nats per token) a step. Changes `model` in place."""
     model.train_only_upper(train_layers)
+    losses = fit(model, chat, [demonstration_row(chat, d) for d in dialogues], epochs, lr, batch, seed, tokens_per_microbatch)
+    model.requires_grad_(True)
+    return losses
+
+
+def fit(model, chat, rows, epochs, lr, batch, seed, tokens_per_microbatch=4096):
+    """AdamW on the mean negative log-likelihood of the rows' policy tokens, for whatever of the model requires grad; the learning rate warms up over 5 steps and falls
+    linearly to 0. -> list of (nats per token) a step."""
+    device = model.model.embed_tokens.weight.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     steps = epochs * -(-len(rows) // batch)
@@ -102,11 +108,10 @@ def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, token
                 losses.append(total.item())
                 bar.set_postfix(nats_per_token=f"{losses[-1]:.3f}")
                 bar.update()
-    model.requires_grad_(True)
     return losses
 
 
-RECIPE = inspect.getsource(imitate) + inspect.getsource(demonstration_row)   # edit these, and the next run makes a new cold start
+RECIPE = inspect.getsource(imitate) + inspect.getsource(fit) + inspect.getsource(demonstration_row)   # edit these, and the next run makes a new cold start
 
 
 def cold_start(name, file, device, dtype):

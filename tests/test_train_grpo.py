@@ -81,6 +81,19 @@ def test_mica_advantages_by_brute_force():
     assert adv[0][0] == pytest.approx(0.5 * (2.7 - 2.354375) / np.std([2.7, .85, 5.145, .7225]))
 
 
+def test_a_further_stream_is_credited_by_itself_and_added():
+    """A = A_emotion + mu A_rubric, each normalised within the group by itself; flat groups are those of the emotion; a failed user has none."""
+    rng = np.random.default_rng(1)
+    first, second = ([None if i == 3 else reward(*rng.normal(size=2) * scale) for i in range(8)] for scale in (0.1, 5.0))
+    for credit in ("trajectory", "turn", "mica"):
+        args = SimpleNamespace(credit=credit, group_size=4, std_floor=0.03, gamma=0.85, mu=0.3)
+        a, flat = train_grpo.mixed_advantages(args, {"emotion": first})
+        b, _ = train_grpo.mixed_advantages(args, {"rubric": second})
+        both, flat_both = train_grpo.mixed_advantages(args, {"emotion": first, "rubric": second})
+        assert flat == flat_both and both[3] == [] and all(x == pytest.approx([p + 0.3 * q for p, q in zip(m, n)]) for x, m, n in zip(both, a, b))
+        assert np.abs(np.concatenate(a)).mean() == pytest.approx(np.abs(np.concatenate(b)).mean(), rel=1.0)      # of one size, though the streams' are not
+
+
 def test_a_failed_user_leaves_the_statistics(batch):
     """Pitfall 33: its dialogue has no reward, moves no mean, and trains nothing."""
     model, chat, episodes = batch
@@ -246,6 +259,29 @@ def metrics(run):
 def weights(run):
     state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
     return {**state["model"], **{f"{i}.{k}": v for i, s in state["optimizer"]["state"].items() for k, v in s.items()}}
+
+
+def test_a_run_with_a_reward_stack_resumes_bit_for_bit(tiny_folder, tmp_path):
+    """Emotion, format and a generated rubric (by a model that writes none, so the fixed one stands in): logged apart, means and kept rubrics come back with the checkpoint."""
+    stack = ["--reward", "emotion+format+rubric:care", "--generator", tiny_folder, "--credit", "mica", "--credit_from", "deficit", "--mu", "0.3", "--memory", str(ROOT / "data" / "memories.jsonl")]
+    flags = [*TINY, "--eval_every", "9", *stack]
+    train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "two"), "--steps", "2", *flags])
+    train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "one"), "--steps", "1", *flags])
+    train_grpo.main(["--resume", str(tmp_path / "one"), "--steps", "2"])
+    [_, first, second] = metrics(tmp_path / "two")
+    assert metrics(tmp_path / "one") == [metrics(tmp_path / "two")[0], first, second]
+    assert 0 <= second["reward_format"] <= 1 and 0 <= second["reward_rubric"] <= 1 and second["rubrics_invalid"] == second["rubrics"] > first["rubrics"] and "weight_entropy" in second
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.equal(a[k], b[k]) for k in b)
+    assert "rubric 0." in (tmp_path / "two" / "samples" / "step_000002.txt").read_text()
+
+
+@pytest.mark.parametrize("flags,word", [(["--reward", "emotion+rubric:nope"], "rubric:nope"), (["--reward", "emotion+rubric:kardia"], "--think"), (["--reward", "emotion+rubric:peregrm"], "--memory"), (["--mu", "0"], "--mu"),
+                                        (["--reward", "emotion+rubric:care", "--generator", "none-such"], "rubric.py sft"), (["--judge", "oracle"], "--judge"), (["--memory", "none-such.jsonl"], "none-such.jsonl")])
+def test_a_stack_that_cannot_be_is_refused_at_once(flags, word, tiny_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY, *flags])
+    assert e.value.code == 2 and word in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="session")

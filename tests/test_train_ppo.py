@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import train_ppo
 from conftest import ROOT, hf_model, ours
 from model import Critic
 from rollout import Chat, critic_rows, rollout
-from rubric import score
+from rubric import Reward, score
 from scenarios import load_scenarios
 from simulator import ScriptedUsers, UserTurn
 from test_train_grpo import SCENARIOS, TINY, metrics
@@ -22,7 +23,7 @@ from train_ppo import advantages, gae, told, update, value_loss, warm_up
 from weights import load, save
 
 ARGS = SimpleNamespace(max_turns=3, max_new_tokens=6, tokens_per_microbatch=100000, temperature=0.9, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1e9, minibatches=1, epochs=1,
-                       gae="token", gamma=1.0, lam=0.95, adaptive_lam=False, critic_sees="dialogue", critic_warmup=0, value_coef=0.5, value_clip=0.0, target_kl=0.0, entropy=0.0)
+                       gae="token", gamma=1.0, lam=0.95, adaptive_lam=False, critic_sees="dialogue", critic_warmup=0, value_coef=0.5, value_clip=0.0, target_kl=0.0, entropy=0.0, reward_at="end", mu=0.2)
 
 
 def settings(**changed):
@@ -41,7 +42,7 @@ def batch(tiny_chat):
 
 
 def judge(args, model, critic, chat, episodes, reference=None):
-    return advantages(args, model, critic, reference, chat, episodes, score(episodes), args.lam)
+    return advantages(args, model, critic, reference, chat, episodes, {"emotion": score(episodes)}, args.lam)
 
 
 # ---------------------------------------------------------------------------------------------- GAE
@@ -149,6 +150,52 @@ def test_paying_at_the_end_is_paying_as_it_comes(batch):
             reward[i, max(k for k, x in enumerate(turns) if x == t)] = u.change / 100
     A = gae(reward, change, b["mask"], beyond, 1.0, 0.6)
     assert torch.allclose((b["target"] - b["value"])[b["mask"]], A[b["mask"]], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["token", "turn"])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reward_at_turn(batch, kind, gamma):
+    """Each change paid where its reply ends, the value being the change to come: the double sum; with gamma 1 the same advantages as e_T at the end, with less they differ."""
+    model, chat, episodes, critic = batch
+    args = settings(gae=kind, gamma=gamma, lam=0.6)
+    end, turn = judge(args, model, critic, chat, episodes), judge(settings(**{**vars(args), "reward_at": "turn"}), model, critic, chat, episodes)
+    assert not turn["known"].any()
+    same = torch.allclose(end["advantage"], turn["advantage"], atol=1e-4)
+    assert same == (gamma == 1.0)
+    reward = torch.zeros_like(turn["value"])
+    for i, e in enumerate(episodes):
+        turns = [t for t in e.rows[0].turn if t >= 0]
+        for t, u in enumerate(e.turns):
+            reward[i, max(k for k, x in enumerate(turns) if x == t and turn["decide"][i, k])] = u.change / 100
+    last = [max(k for k in range(turn["decide"].shape[1]) if turn["decide"][i, k]) for i in range(len(episodes))]
+    raw = turn["target"] - turn["value"]                   # the advantage before whitening
+    beyond = torch.stack([(raw[i, k] + turn["value"][i, k] - reward[i, k]) / gamma for i, k in enumerate(last)])
+    assert all(-e.emotion / 100 - 1e-5 <= b <= 1 - e.emotion / 100 + 1e-5 for e, b in zip(episodes, beyond.tolist()))
+    assert torch.allclose(raw[turn["decide"]], brute_force(reward, turn["value"], turn["decide"], beyond, gamma, 0.6)[turn["decide"]], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["token", "turn"])
+def test_a_further_stream_is_whitened_by_itself_and_added(batch, kind):
+    """A = A_emotion + mu A_rubric: the second stream's by the double sum with value 0, whatever its scale; the critic's targets don't know of it."""
+    model, chat, episodes, critic = batch
+    rng, args = np.random.default_rng(0), settings(gae=kind, gamma=0.9, lam=0.7, mu=0.3)
+    more = [Reward(0.0, {}, rng.normal(size=len(e.turns)).tolist()) for e in episodes]
+    plain = judge(args, model, critic, chat, episodes)
+    both = advantages(args, model, critic, None, chat, episodes, {"emotion": score(episodes), "rubric": more}, args.lam)
+    assert torch.equal(plain["target"], both["target"])
+    reward, mask = torch.zeros_like(plain["value"]), plain["mask"]
+    for i, r in enumerate(more):
+        turns = [t for t in episodes[i].rows[0].turn if t >= 0]
+        for t, x in enumerate(r.turns):
+            reward[i, max(k for k, u in enumerate(turns) if u == t and plain["decide"][i, k])] = x
+    A = brute_force(reward, torch.zeros_like(reward), plain["decide"], torch.zeros(len(more)), 0.9, 0.7)
+    start = torch.where(plain["decide"], torch.arange(A.shape[1]), 0).cummax(1).values
+    A = A.gather(1, start)
+    A = (A - A[mask].mean()) / A[mask].std(correction=0)
+    assert torch.allclose((both["advantage"] - plain["advantage"])[mask], 0.3 * A[mask], atol=1e-4)
+    scaled = [Reward(0.0, {}, [100 * x for x in r.turns]) for r in more]
+    again = advantages(args, model, critic, None, chat, episodes, {"emotion": score(episodes), "rubric": scaled}, args.lam)
+    assert torch.allclose(again["advantage"][mask], both["advantage"][mask], atol=1e-4)
 
 
 def test_length_adaptive_lambda(batch):

@@ -1,0 +1,174 @@
+"""The generator of CARE's rubrics: its data, what a rubric is worth, imitation and preference RL on a tiny model, and what analyse makes of it."""
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import care
+from appraisal import INTENTS
+from backend import LocalModel, generator_folder
+from conftest import ROOT
+from rubric import FIXED, Generated, Moment, Rubric, ScriptedRater, prior, prompt, read
+
+PREFERENCES, DEMONSTRATIONS = ROOT / "data" / "preferences.jsonl", ROOT / "data" / "demonstrations.jsonl"
+ROW = {"id": "a-1", "split": "train", "intent": "advice", "emotion": 40, "messages": [{"role": "user", "content": "My shop floods."}], "chosen": "Water again.", "rejected": "Cheer up."}
+
+
+# ---------------------------------------------------------------------------------------------- data
+def test_the_preferences_cover_intentions_stages_and_moods_and_are_held_out_by_dialogue():
+    pairs = care.load_preferences(PREFERENCES)
+    assert len(pairs) >= 300
+    for split in ("train", "heldout"):
+        mine = [p for p in pairs if p.split == split]
+        assert {p.moment.intent for p in mine} == set(INTENTS) and {p.moment.stage for p in mine} == {"heard", "understood", "helped"} and {p.moment.band for p in mine} == {"low", "middle", "high"}
+    dialogues = {split: {p.id.rsplit("-", 1)[0] for p in pairs if p.split == split} for split in ("train", "heldout")}
+    texts = {split: {line for p in pairs if p.split == split for line in (*p.moment.said, p.chosen, p.rejected)} for split in ("train", "heldout")}
+    assert not dialogues["train"] & dialogues["heldout"] and not texts["train"] & texts["heldout"]
+    assert max(Counter(t for p in pairs for t in (p.chosen, p.rejected)).values()) == 1
+    shorter = np.mean([len(p.chosen.split()) < len(p.rejected.split()) for p in pairs])
+    assert 0.35 < shorter < 0.65                           # length alone tells nothing
+
+
+@pytest.mark.parametrize("change,word", [({"chosen": " "}, "'chosen'"), ({"rejected": None}, "'rejected'"), ({"split": "dev"}, "'split'"), ({"intent": "listenn"}, "listenn"), ({"emotion": 101}, "'emotion'"),
+                                         ({"emotion": True}, "'emotion'"), ({"messages": []}, "'messages'"), ({"messages": [{"role": "assistant", "content": "x"}]}, "message 1"), ({"messages": [{"role": "user"}]}, "message 1"),
+                                         ({"messages": "x"}, "'messages'"), ({"rejected": "Water again. "}, "chosen one"), ({"id": 3}, "'id'")])
+def test_bad_preferences_are_named_by_line_and_field(change, word, tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "id": "b-1", **change}) + "\n")
+    with pytest.raises(SystemExit) as e:
+        care.load_preferences(path)
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and "p.jsonl:2:" in error and word in error
+
+
+def test_preferences_need_both_splits_and_other_files_are_read(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n")
+    with pytest.raises(SystemExit):
+        care.load_preferences(path)
+    assert "used before" in capsys.readouterr().err
+    path.write_text(json.dumps(ROW) + "\n")
+    with pytest.raises(SystemExit):
+        care.load_preferences(path)
+    assert "heldout" in capsys.readouterr().err
+    path.write_text(json.dumps(ROW) + "\n\n" + json.dumps({**ROW, "id": "b", "split": "heldout", "fault": "cheerful"}))
+    assert [(p.split, p.fault, p.moment.said) for p in care.load_preferences(path)] == [("train", "", ("My shop floods.",)), ("heldout", "cheerful", ("My shop floods.",))]
+
+
+# ---------------------------------------------------------------------------------------------- what a rubric is worth
+def test_the_preference_reward_by_hand():
+    r = Rubric((0.2, 0.5, 0.3), ((("facts", "abc"),),) * 3)
+    assert care.preference_reward(0.1, r) == pytest.approx(1 + 0.3 * np.tanh(1) + 0.1) and care.preference_reward(0, r) == pytest.approx(0.6)
+    assert care.preference_reward(-0.1, r) == pytest.approx(-0.3 * np.tanh(1) + 0.1) and care.preference_reward(1.0, None) == 0
+    narrow = Rubric((0.9, 0.05, 0.05), r.criteria)
+    assert care.preference_reward(0, narrow) == pytest.approx(0.6 - (0.5 - narrow.entropy)) and 0 < narrow.entropy < 0.5
+    long = SimpleNamespace(size=18, entropy=1.0)           # more than nine criteria can't be read; the formula has the term all the same
+    assert care.preference_reward(0, long) == pytest.approx(0.5)
+
+
+def test_margins_do_not_depend_on_the_order_of_marking():
+    pairs = care.load_preferences(PREFERENCES)[:40]
+    rubrics = [prior(p.moment) for p in pairs]
+    a, b = (care.margins(ScriptedRater(), pairs, rubrics, np.random.default_rng(s)) for s in (0, 1))
+    assert a == b and any(a) and max(map(abs, a)) <= 1
+    turned = [p._replace(chosen=p.rejected, rejected=p.chosen) for p in pairs]
+    assert care.margins(ScriptedRater(), turned, rubrics) == pytest.approx([-x for x in a])
+
+
+def test_the_table_beats_the_fixed_rubric_on_the_training_pairs():
+    """The premise of adaptive rubrics, with the scripted judge: what counts depends on the moment. On the training pairs, which the table's author had not seen."""
+    pairs = [p for p in care.load_preferences(PREFERENCES) if p.split == "train"]
+    right = {name: np.mean([r["right"] for r in care.measure(name, pairs, rubrics, ScriptedRater())]) for name, rubrics in (("fixed", [FIXED] * len(pairs)), ("prior", [prior(p.moment) for p in pairs]))}
+    assert right["prior"] > right["fixed"] > 0.5
+
+
+def test_strict_shares_leave_ties_out():
+    rows = [{"weights": w} for w in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.1, 0.2, 0.7], [0.2, 0.1, 0.7])]
+    assert care.strict_share(rows) == [0.25, 0.0, 0.5]
+
+
+# ---------------------------------------------------------------------------------------------- the two trainings, on a tiny model
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A few pairs and dialogues, so that a run takes seconds."""
+    folder = tmp_path_factory.mktemp("care")
+    rows = [json.loads(line) for line in PREFERENCES.read_text(encoding="utf-8").splitlines()]
+    few = [r for r in rows if r["split"] == "train" and len(r["messages"]) == 1][:6] + [r for r in rows if r["split"] == "heldout"][:6]
+    (folder / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in few))
+    (folder / "d.jsonl").write_text("".join(line + "\n" for line in DEMONSTRATIONS.read_text(encoding="utf-8").splitlines()[:2]))
+    return folder
+
+
+def run(files, what, *flags):
+    common = ["--preferences", str(files / "p.jsonl"), "--dtype", "fp32", "--threads", "2"]
+    return care.main([what, *common, *flags] + (["--demonstrations", str(files / "d.jsonl")] if what == "sft" else []))
+
+
+def test_the_prompt_is_what_a_frozen_generator_will_be_asked(tiny_chat):
+    """Imitation and preference RL build the prompt as ids, the frozen generator is asked through LocalModel: the same next token, and the same text as by hand."""
+    model, chat = tiny_chat
+    m = care.load_preferences(PREFERENCES)[0].moment
+    with torch.no_grad():
+        hidden = model(torch.tensor([care.asked(chat, m)]))[0, -1]
+        _, other = LocalModel(model, chat).read([prompt(m.context())], 4)
+    assert torch.allclose(hidden, other[0], atol=1e-4)
+
+
+def test_imitate_prefer_analyse_and_use(files, tiny_folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "care"
+    assert run(files, "sft", "--model", tiny_folder, "--out", str(out), "--epochs", "1", "--train_layers", "1", "--batch", "4") == 0
+    text = capsys.readouterr().out
+    assert "10 moments to imitate, 6 held-out pairs" in text and all(stage in text for stage in ("fixed", "care-prior", "base", "sft"))
+    assert generator_folder(out) == out / "sft"
+    # the tiny model writes no rubric; let its text be read as one, so that groups differ
+    weights = ((0.6, 0.3, 0.1), (0.1, 0.3, 0.6), (0.05, 0.9, 0.05))
+    monkeypatch.setattr(care, "read", lambda text: Rubric(weights[len(text) % 3], FIXED.criteria))
+    assert run(files, "prefer", "--run", str(out), "--steps", "2", "--pairs", "2", "--group_size", "4", "--train_layers", "1") == 0
+    log = [json.loads(line) for line in (out / "prefer.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in log] == [1, 2] and all(0 < r["weight_entropy"] <= 1.1 and r["invalid"] == 0 and r["canary"] < 1e-3 for r in log) and log[1]["kl_reference"] > 0
+    assert generator_folder(out) == out / "preferred"
+    assert care.main(["analyse", str(out), "--record", str(tmp_path / "r.jsonl")]) == 0
+    text = capsys.readouterr().out
+    assert "preferred, by turn" in (out / "rubrics.svg").read_text() and "turn 1" in text and "accuracy by what the rejected reply did wrong" in text
+    kept = json.loads((tmp_path / "r.jsonl").read_text())
+    assert kept["pairs"] == 6 and set(kept["accuracy"]) == {"fixed", "care-prior", "base", "sft", "preferred"} and kept["invalid"]["base"] == 1
+    with pytest.raises(SystemExit):                        # a second time nothing is overwritten
+        run(files, "prefer", "--run", str(out))
+    assert "preferred exists" in capsys.readouterr().err
+
+
+def test_sft_teaches_the_form(tiny_chat):
+    """A tiny model overfitted to one moment writes a valid rubric, the one it was shown: prompt, mask and end of turn are right."""
+    from copy import deepcopy
+    from rollout import Row
+    from train_sft import fit
+    model, chat = deepcopy(tiny_chat[0]), tiny_chat[1]
+    m = Moment(("Hm.",), (), 50, "advice")
+    row, target = Row(), Rubric((0.2, 0.5, 0.3), ((("facts", "abc"),), (("feeling", "abc"),), (("question", "abc"),)))
+    ids = chat.plain(str(target)) + [chat.eot]
+    row.environment(care.asked(chat, m))
+    row.policy(ids, [0.0] * len(ids), 0)
+    fit(model, chat, [row], 120, 1e-2, 1, 0)
+    g = Generated(LocalModel(model, chat).complete)
+    [found] = g.rubrics([m])
+    assert str(found) == str(target) == str(read(str(target))) and g.invalid == 0
+
+
+@pytest.mark.parametrize("flags,word", [(["sft", "--preferences", "none.jsonl"], "none.jsonl"), (["prefer", "--run", "runs/none-such"], "rubric.py sft"), (["analyse", "runs/none-such"], "rubric.py sft"),
+                                        (["show", "--rubric", "care", "--generator", "runs/none-such"], "rubric.py sft"), (["show", "--id", "nobody"], "nobody"), (["show", "--judge", "oracle"], "--judge"), (["shw"], "shw"), ([], "what"),
+                                        (["show", "--rows", "none.jsonl"], "none.jsonl"), (["sft", "--epochs", "0"], "--epochs")])
+def test_mistakes_are_named(flags, word, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as e:
+        care.main(flags)
+    assert e.value.code in (1, 2) and word in capsys.readouterr().err
+
+
+def test_show_prints_a_rubric_per_turn(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert care.main(["show", "--id", "demo-advice-01"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("   worth     ") == text.count("   rubric    cognitive") >= 4 and "stage helped" in text
