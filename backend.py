@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+import ranks
 from model import Cache, append, sample
 from rollout import Chat
 from rubric import Generated, LanguageRater, Rewards, ScriptedRater
@@ -296,7 +297,7 @@ def make_rewards(args, memories, dtype, device):
         from empa import LanguageJudge, ScriptedJudge, potentials          # it knows this file
         judge = LanguageJudge(backend.complete) if backend else ScriptedJudge()
         potential = lambda episodes: potentials(episodes, judge)
-    return Rewards(args.reward, LanguageRater(backend.complete, backend.choose, args.judge_by) if backend else ScriptedRater(), generated, potential, memories)
+    return Rewards(args.reward, LanguageRater(backend.complete, backend.choose, args.judge_by) if backend else ScriptedRater(), generated, potential, memories, ranks.everyone)
 
 
 def user_name(args):

@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from appraisal import DATA, INTENTS
 from backend import LocalModel, add_server_flags, check_backend, generator_folder, make_backend
-from model import Cache, append, sample
-from rollout import Chat, Episode, Row
+from rollout import Chat, Row, answers
 from rubric import ASPECTS, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, prior, prompt, read, rubric_scores
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
 from scenarios import load_scenarios, read_lines
@@ -207,21 +206,11 @@ def prefer(args, rater, device, dtype):
             rng, began = np.random.default_rng([args.seed, step]), time.time()
             order = np.concatenate([np.random.default_rng([args.seed, e, 7]).permutation(len(train)) for e in range((step + 1) * args.pairs // len(train) + 1)])
             chosen = [train[i] for i in order[step * args.pairs:(step + 1) * args.pairs]]
-            prompts = [asked(chat, p.moment) for p in chosen]
-            with torch.no_grad():
-                cache = Cache(model, len(prompts), max(map(len, prompts)))
-                hidden, copies = append(model, cache, prompts), torch.arange(len(prompts), device=device).repeat_interleave(args.group_size)
-                tokens, logps = sample(model, cache.rows(copies), hidden[copies], [160] * len(copies), {chat.eot}, chat.banned.to(device), 1.0, generator=torch.Generator().manual_seed(args.seed * 1_000_003 + step))
-            rubrics = [read(chat.text(t)) for t in tokens]
+            episodes = answers(model, chat, [asked(chat, p.moment) for p in chosen], args.group_size, how.max_new_tokens, how.temperature, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
+            rubrics = [read(e.replies[0]) for e in episodes]
             several = [p for p in chosen for _ in range(args.group_size)]
             found = margins(rater, several, [r or FIXED for r in rubrics], rng)
             worth = [preference_reward(m, r) for m, r in zip(found, rubrics)]
-            episodes = []
-            for i, p in enumerate(several):
-                row = Row()
-                row.environment(prompts[i // args.group_size])
-                row.policy(tokens[i], logps[i], 0)
-                episodes.append(Episode(None, None, i // args.group_size, "", 0, [row], finish="goodbye"))
             advantages, flat = trajectory_advantages([SimpleNamespace(total=w, turns=[w]) for w in worth], args.group_size, 0.1)
             metrics = update(how, model, model, optimizer, chat, episodes, advantages)
             record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([(m > 0) + 0.5 * (m == 0) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),

@@ -275,6 +275,22 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     return episodes
 
 
+@torch.no_grad()
+def answers(model, chat, prompts, copies, max_new_tokens, temperature, generator):
+    """`copies` answers to each prompt (ids), all in one batch, a prompt read once. -> list[Episode] of one row each, the copies of a prompt adjacent and one group; `replies` holds the text."""
+    device = model.model.embed_tokens.weight.device
+    cache = Cache(model, len(prompts), max(map(len, prompts)))
+    hidden, index = append(model, cache, prompts), torch.arange(len(prompts), device=device).repeat_interleave(copies)
+    tokens, logps = sample(model, cache.rows(index), hidden[index], [max_new_tokens] * len(index), {chat.eot}, chat.banned.to(device), temperature, generator=generator)
+    out = []
+    for i, (ids, logp) in enumerate(zip(tokens, logps)):
+        row = Row()
+        row.environment(prompts[i // copies])
+        row.policy(ids, logp, 0)
+        out.append(Episode(None, None, i // copies, "", 0, [row], replies=[chat.text(ids)], cuts=[ids[-1] != chat.eot], finish="goodbye"))
+    return out
+
+
 # ---------------------------------------------------------------------------------------------- rows to batches
 def micro_batches(rows, budget):
     """Split row indices into lists whose padded size (rows x longest) stays within `budget` tokens, long rows together."""

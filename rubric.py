@@ -378,9 +378,10 @@ class Rewards:
     of that turn index so far in the run (in its first batch, the batch's own); a turn that the judge could not score takes its dialogue's mean, a dialogue without any, 0.
 
     generated: Generated, for rubric:care. potential(episodes) -> per episode a list of numbers per turn (None where it can't be judged): takes the place of the emotion
-    changes in the emotion's turns (MICA on EMPA's deficits). memories: scenario id -> text."""
+    changes in the emotion's turns (MICA on EMPA's deficits). memories: scenario id -> text. everyone: a list -> that of all processes that train together."""
 
-    def __init__(self, spec="emotion", rater=None, generated=None, potential=None, memories=None):
+    def __init__(self, spec="emotion", rater=None, generated=None, potential=None, memories=None, everyone=lambda rows: rows):
+        self.everyone = everyone
         self.parts, self.rater, self.generated, self.potential, self.memories = spec.split("+")[1:], rater or ScriptedRater(), generated, potential, memories or {}
         self.sums = {}                                     # stream -> {turn index: [sum of R_t, how many]}
         self.seen = Counter()
@@ -398,7 +399,7 @@ class Rewards:
                 R = self.rubric_turns(part.partition(":")[2], [episodes[i] for i in live])
             name, rewards = part.partition(":")[0], [None] * len(episodes)
             sums = self.sums.setdefault(name, {})
-            for row in R:
+            for row in self.everyone(R):
                 for t, x in enumerate(row):
                     if x is not None:
                         total = sums.setdefault(t, [0.0, 0])

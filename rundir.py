@@ -111,8 +111,9 @@ def read_json(path, rows=False):
 
 # ---------------------------------------------------------------------------------------------- the folder
 class RunDir:
+    """writes: whether this process is the one that does (of several, rank 0 alone; the others' calls do nothing)."""
     def __init__(self, path):
-        self.path = Path(path)
+        self.path, self.writes = Path(path), os.environ.get("RANK", "0") == "0"
         self.metrics = self.path / "metrics.jsonl"
         self.state = self.path / "checkpoint" / "state.pt"
 
@@ -120,6 +121,8 @@ class RunDir:
     def create(cls, path, config):
         """A new run. SystemExit if the folder exists: nothing already computed is overwritten."""
         run = cls(path)
+        if not run.writes:
+            return run
         if run.path.exists():
             die(f"run folder {path} exists; give another --run, continue it with --resume {path}, or remove it")
         run.path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +141,7 @@ class RunDir:
             config = read_json(run.path / "config.json")
         except OSError:
             die(f"--resume {path}: no run there (no config.json); runs are folders under runs/")
-        if (run.path / "best.old").exists() and not (run.path / "best").exists():   # killed between two renames
+        if run.writes and (run.path / "best.old").exists() and not (run.path / "best").exists():   # killed between two renames
             (run.path / "best.old").rename(run.path / "best")
         return run, config
 
@@ -150,7 +153,7 @@ class RunDir:
         if not args.resume:
             return args, given, None
         run, saved = cls.open(args.resume)
-        if not set(saved) == set(vars(args)) - {"resume"} | {"init"}:
+        if not set(saved) == set(vars(args)) - {"resume"} | {"init", "world"}:
             die(f"{args.resume}/config.json: not a run of this script, or of an older version of it; start a new run with --model {args.resume}")
         for name in given - {"resume", *free}:
             if getattr(args, name) != saved[name]:
@@ -160,18 +163,23 @@ class RunDir:
 
     def configure(self, config):
         """Write config.json again, atomically: a resumed run may have been given more steps."""
-        write_atomically(self.path / "config.json", json.dumps(config, indent=1).encode())
+        if self.writes:
+            write_atomically(self.path / "config.json", json.dumps(config, indent=1).encode())
 
     def log(self, record):
+        if not self.writes:
+            return
         with open(self.metrics, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
     def sample(self, step, text):
-        (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n", encoding="utf-8")
+        if self.writes:
+            (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n", encoding="utf-8")
 
     def save(self, state):
         """Write the checkpoint; the previous one stays whole until the new one is on disk. state: tensors, numbers, strings, lists, dicts."""
-        write_atomically(self.state, lambda f: torch.save(state, f))
+        if self.writes:
+            write_atomically(self.state, lambda f: torch.save(state, f))
 
     def load(self, device="cpu"):
         """The last checkpoint, or None where the run was killed before its first. Forgets metrics of steps after it."""
@@ -183,7 +191,7 @@ class RunDir:
                 step = state["step"]
             except Exception as e:
                 die(f"{self.state}: not a readable checkpoint ({type(e).__name__}); restore it, or start a new run with --model {self.path}")
-        if self.metrics.exists():
+        if self.writes and self.metrics.exists():
             kept = []
             for line in self.metrics.read_text(encoding="utf-8").splitlines():
                 try:

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 import evaluate
+import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
@@ -178,7 +179,7 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
-        if not use:
+        if not ranks.total(len(use)):
             continue
         for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
             advantage = torch.tensor([advantages[i][t] for i, t in zip(episode, turn)], device=device)                # (N,)
@@ -199,10 +200,11 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
                              ("clip_low", ((ratio < 1 - args.clip_low) & (advantage < 0)).float()), ("clip_high", ((ratio > 1 + args.clip_high) & (advantage > 0)).float()),
                              ("first_tokens", torch.full_like(old, first)), ("ratio_first", first * ratio), ("canary", first * (logp - old).abs())):
                     sums[k] += v.sum()
+        ranks.average_gradients(parameters)
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    sums = {k: v.item() for k, v in sums.items()}          # the metrics stay on the device until here
+    sums = {k: ranks.total(v).item() for k, v in sums.items()}       # the metrics stay on the device until here
     if reference is None:
         del sums["kl_reference"]                           # not measured is not 0
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
@@ -213,7 +215,7 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
 # ---------------------------------------------------------------------------------------------- set-up
 def main(argv=None):
     args, given, run = RunDir.from_flags(p, argv)
-    device = pick_device(args.device)
+    device = ranks.begin(pick_device(args.device))
     if not args.resume:
         args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
         for name, value in PRESETS[args.preset].items():
@@ -228,21 +230,23 @@ def main(argv=None):
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
-    if args.groups % args.minibatches:
-        die(f"--minibatches {args.minibatches} does not divide --groups {args.groups}")
+    if args.groups % (args.minibatches * ranks.WORLD):
+        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}")
+    if args.resume and args.world != ranks.WORLD:
+        die(f"--resume {args.resume}: was begun with {args.world} processes and can only go on with as many; this is {ranks.WORLD}")
     if args.group_size < 2:
         die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
     if not args.resume and Path(args.run).exists():
         die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
     if args.cold_start != "none":
         load_demonstrations(args.cold_start)
-    source = resolve(args.model)
+    source = ranks.in_turn(lambda: resolve(args.model))
     print(f"preset {args.preset} ({'chosen for ' + device.type if 'preset' not in given and not args.resume else 'given'}): {args.model} on {device}, compute {dtype}")
-    init = Path(args.init) if args.resume else source if args.cold_start == "none" else cold_start(args.model, args.cold_start, device, dtype)
+    init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype))
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     config = {k: v for k, v in vars(args).items() if k != "resume"}
-    config["init"] = str(init)
+    config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
     model, tokenizer = load(str(init), dtype, device)
     if args.train_layers > len(model.model.layers):
@@ -293,10 +297,12 @@ def main(argv=None):
             checkpoint(record["step"], record)
             die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
         record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
-        training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
+        if run.writes:
+            training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
             best = found["outcome"]
-            save(model, tokenizer, run.path / "best", base=str(init))
+            if run.writes:
+                save(model, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
@@ -315,15 +321,18 @@ def main(argv=None):
             intents = [INTENTS.index(s.intent) for s in chosen]
             states = controller.sample(intents, np.random.default_rng([args.seed, step, 1]))
             jobs = [(s, STATES[z] if args.curriculum != "no-states" else None) for s, z in zip(chosen, states)]
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
+            first, jobs = ranks.share(jobs)                # of several processes each plays its groups
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
+            with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
                 try:
                     episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
                 except BudgetSpent as e:
                     checkpoint(step)
                     die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
             clock.append(time.time())
-            if all(e.finish == "user_failed" for e in episodes):
+            for e in episodes:
+                e.group += first
+            if not ranks.total(sum(e.finish != "user_failed" for e in episodes)):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
@@ -334,6 +343,7 @@ def main(argv=None):
                 die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
             rewards = streams["emotion"]
             advantages, flat = mixed_advantages(args, streams)
+            flat = ranks.total(flat).item() / ranks.WORLD
             metrics = update(args, model, reference, optimizer, chat, episodes, advantages)
             clock.append(time.time())
             # sampler and trainer are one network: a gap here means a broken mask, cache or temperature (pitfalls 12, 18)
@@ -342,6 +352,7 @@ def main(argv=None):
                 print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
             # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
+            episodes, rewards = ranks.everyone(episodes), ranks.everyone(rewards)
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
@@ -360,7 +371,7 @@ def main(argv=None):
             dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
             print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
                   f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
-            stopping = stop.asked                              # read once: a Ctrl-C from here on is seen by the next step
+            stopping = bool(ranks.total(int(stop.asked)))      # read once: a Ctrl-C from here on is seen by the next step
             if (step + 1) % args.save_every == 0 or step + 1 == args.steps or stopping:
                 checkpoint(step + 1)
             if stopping:
@@ -368,7 +379,7 @@ def main(argv=None):
                 return
 
     # ------------------------------------------------------------------------------------------ what it learned
-    if args.final_repeats:
+    if args.final_repeats and run.writes:
         folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
         if init == source:
             del folders["cold start"]

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import evaluate
+import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
@@ -185,14 +186,15 @@ def advantages(args, model, critic, reference, chat, episodes, streams, lam):
     target = returns if args.adaptive_lam else value + advantage
     def whitened(a):
         a = a.gather(1, start)                                                                        # a reply's advantage for each of its tokens
-        return (a - a[mask].mean()) / a[mask].std(correction=0).clamp(min=0.01)
+        mean, std = ranks.mean_std(a[mask])
+        return (a - mean) / std.clamp(min=0.01)
     advantage = whitened(advantage)
     for name in list(streams)[1:]:
         advantage = advantage + args.mu * whitened(gae(paid(streams[name]), torch.zeros(E, P), decide, torch.zeros(E), args.gamma, lam))
-    variance = lambda x: x[decide].var(correction=0).clamp(min=1e-8)
-    metrics = {"explained_variance": 1 - variance(returns - value) / variance(returns - known), "bootstrap": beyond[use].mean()}
+    variance = lambda x: ranks.mean_std(x[decide])[1].square().clamp(min=1e-8)
+    metrics = {"explained_variance": 1 - variance(returns - value) / variance(returns - known), "bootstrap": ranks.mean_std(beyond[use])[0]}
     if reference is not None:
-        metrics["kl_reference"] = penalty[mask].mean() / args.kl
+        metrics["kl_reference"] = ranks.mean_std(penalty[mask])[0] / args.kl
     return {"mask": mask, "known": known, "decide": decide, "value": value, "target": target, "advantage": advantage, "metrics": {k: v.item() for k, v in metrics.items()}}
 
 
@@ -236,14 +238,16 @@ def warm_up(args, model, critic, optimizer, chat, episodes, b):
     device = critic.head.weight.device
     for minibatch in range(args.critic_warmup):
         use = [i for i, e in enumerate(episodes) if e.group % args.minibatches == minibatch % args.minibatches and e.finish != "user_failed"]
-        if not use:
+        deciding = ranks.total(int(b["decide"][use].sum())).item() / ranks.WORLD
+        if not deciding:
             continue
-        if critic.own is None:                             # the policy's trunk doesn't move: its states are those of the rollout
+        if critic.own is None and use:                     # the policy's trunk doesn't move: its states are those of the rollout
             episode, place = b["mask"].nonzero()[torch.isin(b["mask"].nonzero()[:, 0], torch.tensor(use))].T.tolist()
             hidden = torch.cat([s for i in use for s in episodes[i].states[:len(episodes[i].turns)]])
-            (args.value_coef * value_loss(args, critic, b, episode, place, hidden).mean()).backward()     # as in update: Adam remembers the scale
-        else:
-            critic_backward(args, critic, chat, episodes, b, use, int(b["decide"][use].sum()), device)
+            (args.value_coef * value_loss(args, critic, b, episode, place, hidden).sum() / deciding).backward()     # as in update: Adam remembers the scale
+        elif critic.own is not None:
+            critic_backward(args, critic, chat, episodes, b, use, deciding, device)
+        ranks.average_gradients([q for q in critic.parameters() if q.requires_grad])
         torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -264,9 +268,10 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         # a constant, not the number of tokens sampled: neither padding, micro-batching nor a reply's length changes a token's weight
         denominator = len(use) * args.max_turns * args.max_new_tokens
         use = [i for i in use if episodes[i].finish != "user_failed"]
-        if not use:
+        deciding = ranks.total(int(b["decide"][use].sum())).item() / ranks.WORLD           # a rank's share of what all of them learn from
+        if not deciding:
             continue
-        before, deciding = sums["kl"].clone(), int(b["decide"][use].sum())
+        before = sums["kl"].clone()
         for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
             advantage = b["advantage"][episode, place].to(device)                                                     # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
@@ -295,15 +300,16 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
                     sums[k] += v.sum()
         if critic.own is not None:                         # after the policy's, so that the two graphs never stand side by side
             sums["value_loss"] += critic_backward(args, critic, chat, episodes, b, use, deciding, device)
-        decisions += deciding
-        if args.target_kl > 0 and (sums["kl"] - before).item() > args.target_kl * int(b["mask"][use].sum()):
+        decisions += deciding * ranks.WORLD
+        if args.target_kl > 0 and ranks.total(sums["kl"] - before).item() > args.target_kl * ranks.total(int(b["mask"][use].sum())).item():
             optimizer.zero_grad(set_to_none=True)          # too far from the policy that sampled this batch: drop the rest of it
             break
+        ranks.average_gradients(parameters + [q for q in critic.parameters() if q.requires_grad])
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
         critic_norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip))     # apart: the head's error doesn't shorten the policy's step
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    sums = {k: v.item() for k, v in sums.items()}          # the metrics stay on the device until here
+    sums = {k: ranks.total(v).item() for k, v in sums.items()}       # the metrics stay on the device until here
     if reference is None:
         del sums["kl_reference"]                           # not measured is not 0
     n, first = max(sums.pop("tokens"), 1.0), max(sums.pop("first_tokens"), 1.0)
@@ -316,7 +322,7 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
 # ---------------------------------------------------------------------------------------------- set-up
 def main(argv=None):
     args, given, run = RunDir.from_flags(p, argv)
-    device = pick_device(args.device)
+    device = ranks.begin(pick_device(args.device))
     if not args.resume:
         args.preset = args.preset if args.preset != "auto" else "laptop" if device.type == "cpu" else "gpu"
         for name, value in PRESETS[args.preset].items():
@@ -331,8 +337,10 @@ def main(argv=None):
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
-    if args.groups % args.minibatches:
-        die(f"--minibatches {args.minibatches} does not divide --groups {args.groups}")
+    if args.groups % (args.minibatches * ranks.WORLD):
+        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}")
+    if args.resume and args.world != ranks.WORLD:
+        die(f"--resume {args.resume}: was begun with {args.world} processes and can only go on with as many; this is {ranks.WORLD}")
     for name in ("gamma", "lam"):
         if getattr(args, name) > 1:
             die(f"--{name} {getattr(args, name)}: must be at most 1")
@@ -344,13 +352,13 @@ def main(argv=None):
         die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
     if args.cold_start != "none":
         load_demonstrations(args.cold_start)
-    source = resolve(args.model)
+    source = ranks.in_turn(lambda: resolve(args.model))
     print(f"preset {args.preset} ({'chosen for ' + device.type if 'preset' not in given and not args.resume else 'given'}): {args.model} on {device}, compute {dtype}")
-    init = Path(args.init) if args.resume else source if args.cold_start == "none" else cold_start(args.model, args.cold_start, device, dtype)
+    init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype))
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     config = {k: v for k, v in vars(args).items() if k != "resume"}
-    config["init"] = str(init)
+    config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
     model, tokenizer = load(str(init), dtype, device)
     if args.train_layers > len(model.model.layers):
@@ -408,10 +416,12 @@ def main(argv=None):
             checkpoint(record["step"], record)
             die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
         record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
-        training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
+        if run.writes:
+            training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
             best = found["outcome"]
-            save(model, tokenizer, run.path / "best", base=str(init))
+            if run.writes:
+                save(model, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
@@ -430,15 +440,18 @@ def main(argv=None):
             intents = [INTENTS.index(s.intent) for s in chosen]
             states = controller.sample(intents, np.random.default_rng([args.seed, step, 1]))
             jobs = [(s, STATES[z] if args.curriculum != "no-states" else None) for s, z in zip(chosen, states)]
-            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-            with tqdm(total=args.groups * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False) as bar:
+            first, jobs = ranks.share(jobs)                # of several processes each plays its groups
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
+            with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
                 try:
                     episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
                 except BudgetSpent as e:
                     checkpoint(step)
                     die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
             clock.append(time.time())
-            if all(e.finish == "user_failed" for e in episodes):
+            for e in episodes:
+                e.group += first
+            if not ranks.total(sum(e.finish != "user_failed" for e in episodes)):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
@@ -464,6 +477,9 @@ def main(argv=None):
                 print(f"warning: mean |logp trained - logp sampled| is {metrics['canary']:.4f}, above {limit} for {dtype}", flush=True)
 
             # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
+            for e in episodes:
+                e.states = []                              # the critic has read them
+            episodes, rewards = ranks.everyone(episodes), ranks.everyone(rewards)
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), **metrics,
@@ -480,7 +496,7 @@ def main(argv=None):
             dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
             print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  critic explains {record['explained_variance']:.2f}  "
                   f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
-            stopping = stop.asked                              # read once: a Ctrl-C from here on is seen by the next step
+            stopping = bool(ranks.total(int(stop.asked)))      # read once: a Ctrl-C from here on is seen by the next step
             if (step + 1) % args.save_every == 0 or step + 1 == args.steps or stopping:
                 checkpoint(step + 1)
             if stopping:
@@ -488,7 +504,7 @@ def main(argv=None):
                 return
 
     # ------------------------------------------------------------------------------------------ what it learned
-    if args.final_repeats:
+    if args.final_repeats and run.writes:
         folders = {"base": source, "cold start": init, "RL (best dev)": run.path / "best"}
         if init == source:
             del folders["cold start"]

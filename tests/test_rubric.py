@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from conftest import ROOT                                  # first: it puts the project on the path, also for python tests/test_rubric.py
 import rubric
-from conftest import ROOT
 from appraisal import INTENTS, STAGES
 from rubric import (DIMENSIONS, FIXED, RUBRICS, Generated, LanguageRater, Moment, Question, Reward, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
                     prior, prompt, read, rubric_scores, score, shares, spans)
@@ -282,3 +282,15 @@ def test_bad_memories(row, word, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         load_memories(tmp_path / "m.jsonl", [SCENARIO])
     assert e.value.code == 2 and word in capsys.readouterr().err
+
+
+if __name__ == "__main__":                                 # the table of README: mean worth over intentions, stages and moods
+    from rundir import record_result
+    names, found = [r for r in RUBRICS if r != "care"], {}
+    for name in names:
+        rows = [worth(name, moment(intent, n, emotion), [KIND, *GALLERY.values()]) for intent in INTENTS for n in (0, 1, 3) for emotion in (20, 55, 85)]
+        found[name] = dict(zip(["plain, kind, specific", *GALLERY], np.mean(rows, 0).round(3).tolist()))
+    print(f"{'':24}" + "".join(f"{n:>12}" for n in names))
+    for hack in found["fixed"]:
+        print(f"{hack:24}" + "".join(f"{found[n][hack]:12.2f}" for n in names))
+    record_result(ROOT / "results" / "gallery.jsonl", found)

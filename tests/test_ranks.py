@@ -1,0 +1,108 @@
+"""Two processes are one: the same episodes give the single process's loss and weights; whole runs learn together, save once and resume."""
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import ROOT
+from test_train_grpo import TINY, metrics
+
+CHILD = '''
+import sys
+from copy import deepcopy
+from types import SimpleNamespace
+import torch
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
+import ranks, train_grpo, train_ppo
+from model import Critic
+from rollout import Chat, rollout
+from rubric import Reward, score
+from scenarios import load_scenarios
+from simulator import ScriptedUsers
+from weights import load
+from test_train_ppo import ARGS
+torch.set_num_threads(1)
+ranks.begin(torch.device("cpu"))
+model, tokenizer = load(sys.argv[2])
+chat = Chat(tokenizer, model.config.vocab)
+jobs = [(s, None) for s in load_scenarios(sys.argv[1] + "/data/scenarios.jsonl", "dev")[:4]]
+episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, 1024, 0.9, torch.Generator().manual_seed(0), keep_states=True)      # the same ones in every process
+episodes[1].finish = "user_failed"                         # uneven: the first process has fewer to learn from
+if len(sys.argv) > 4:
+    for e in episodes[4:]:                                 # one process has nothing to learn from at all
+        e.finish = "user_failed"
+first, groups = ranks.share(list(range(4)))
+mine = [e for e in episodes if e.group in groups]
+args = SimpleNamespace(**{**vars(ARGS), "minibatches": 2, "epochs": 2, "critic_warmup": 2, "group_size": 2, "gae": "turn"})
+out = {}
+policy = deepcopy(model)
+advantages, _ = train_grpo.trajectory_advantages(score(mine), 2, 0.03)
+seen = train_grpo.update(args, policy, None, torch.optim.AdamW(policy.parameters(), lr=1e-3), chat, mine, advantages)
+out["grpo"], out["grpo_metrics"] = {k: v for k, v in policy.state_dict().items()}, {k: seen[k] for k in ("kl", "entropy", "canary", "policy_tokens", "grad_norm")}
+for kind in (False, True):
+    policy, critic = deepcopy(model), None
+    critic = Critic(policy, separate=kind)
+    optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], lr=1e-3)
+    rewards = score(mine)
+    more = [r and Reward(0.0, {}, [0.1 * i * (-1) ** t for t in range(len(r.turns))]) for i, r in enumerate(rewards, 2 * first)]
+    b = train_ppo.advantages(args, policy, critic, None, chat, mine, {"emotion": rewards, "rubric": more}, 0.7)
+    train_ppo.warm_up(args, policy, critic, optimizer, chat, mine, b)
+    seen = train_ppo.update(args, policy, critic, None, optimizer, chat, mine, b)
+    name = f"ppo_{kind}"
+    out[name], out[name + "_metrics"] = {**policy.state_dict(), **{"critic." + k: v for k, v in critic.state_dict().items()}}, {**{k: seen[k] for k in ("kl", "value_loss", "grad_norm", "critic_grad_norm")}, **b["metrics"]}
+if ranks.RANK == 0:
+    torch.save(out, sys.argv[3])
+'''
+
+
+def torchrun(n, command, **more):
+    """Its own port, so that tests side by side don't meet."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--master_addr=127.0.0.1", f"--master_port={port}", "--", *map(str, command)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
+
+
+@pytest.mark.parametrize("empty", [[], ["one rank has nothing"]])
+def test_two_processes_give_the_loss_and_weights_of_one(empty, tiny_folder, tmp_path, monkeypatch):
+    """GRPO, PPO with a shared critic, PPO with its own; two passes of two mini-batches, a failed user on one side: metrics and all weights within 1e-5."""
+    (tmp_path / "child.py").write_text(CHILD)
+    done = torchrun(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", *empty])
+    assert done.returncode == 0, done.stderr[:3000]
+    monkeypatch.setattr(sys, "argv", ["child.py", str(ROOT), tiny_folder, str(tmp_path / "1.pt"), *empty])
+    runpy.run_path(str(tmp_path / "child.py"))             # alone, in this process
+    one, two = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in (1, 2))
+    for name in ("grpo", "ppo_False", "ppo_True"):
+        assert max((one[name][k] - two[name][k]).abs().max().item() for k in one[name]) < 1e-5, name
+        assert one[f"{name}_metrics"] == pytest.approx(two[f"{name}_metrics"], abs=1e-5), name
+        assert max((one[name][k] - one["grpo"][k]).abs().max().item() for k in one["grpo"]) > 1e-4 or name == "grpo"      # it moved, each its own way
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folder, tmp_path):
+    """Each rank plays its own groups; the folder has every step once, all dialogues in it; 1 + 1 steps are 2, to the digit (PPO's run is not repeated: it shares this code);
+    another number of processes is refused."""
+    flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", "--curriculum", "dual", "--reward", "emotion+format"]
+    for run, steps in (("two", 2), ("one", 1))[:2 if script == "train_grpo.py" else 1]:
+        done = torchrun(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags])
+        assert done.returncode == 0, done.stderr[:3000]
+        assert done.stdout.count("step   1") == 1          # one voice
+    b = metrics(tmp_path / "two")
+    assert [m["step"] for m in b] == [0, 1, 2] and sum(map(len, [m["curriculum"]["outcomes"] for m in b[1:]])) == 8
+    assert (tmp_path / "two" / "samples" / "step_000001.txt").read_text().count("  tokens ") == 4
+    if script == "train_ppo.py":
+        return
+    done = torchrun(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2])
+    assert done.returncode == 0, done.stderr[:3000]
+    assert metrics(tmp_path / "one") == b
+    alone = subprocess.run([sys.executable, ROOT / script, "--resume", tmp_path / "one", "--steps", "3"], capture_output=True, text=True)
+    assert alone.returncode == 2 and "2 processes" in alone.stderr
+    odd = torchrun(3, [ROOT / script, "--run", tmp_path / "three", "--steps", 1, *flags])
+    assert odd.returncode != 0 and "3 processes" in odd.stderr and not (tmp_path / "three").exists()
