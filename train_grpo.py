@@ -23,6 +23,7 @@ import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
+from memory import check as check_memory
 from model import token_logprobs
 from report import training_page
 from rollout import Chat, check_budget, marked, rollout, training_batches, transcript
@@ -80,6 +81,7 @@ p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio cl
 p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
 p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy, or switches the adapters off with --lora (default: %(default)s)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
+p.add_argument("--checkpoint_layers", action="store_true", help="keep each block's input only and make the rest again in backward: a third more compute, about a tenth of the activations")
 p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
 # ---- output
 p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
@@ -245,6 +247,8 @@ def main(argv=None):
     init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype))
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
+    check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
+                 frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
@@ -252,6 +256,7 @@ def main(argv=None):
     if args.train_layers > len(model.model.layers):
         die(f"--train_layers {args.train_layers}: this model has {len(model.model.layers)}")
     model.train_only_upper(args.train_layers)
+    model.checkpointed = args.checkpoint_layers
     if args.lora:
         model.add_lora(args.lora, args.seed)
     chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)

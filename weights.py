@@ -85,7 +85,7 @@ def load(name, dtype=torch.float32, device="cpu"):
             hf_config, state = read_gguf(path)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         else:
-            hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            hf_config = config_of(path)
             read_config(hf_config)                      # refuses an unknown architecture before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(path)
             state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
@@ -94,6 +94,13 @@ def load(name, dtype=torch.float32, device="cpu"):
     if broken := next((k for k, v in state.items() if v.is_floating_point() and not torch.isfinite(v.sum())), None):
         die(f"--model {name}: {broken} is not finite (nan or infinity): the checkpoint is broken; use an earlier one")
     return build(hf_config, state, dtype).to(device), tokenizer
+
+
+def config_of(path):
+    """The HF config dict of a folder or .gguf, without its weights."""
+    if path.suffix == ".gguf":
+        return json.loads(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_json_string(use_diff=False))
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
 
 
 def read_config(c):
@@ -166,7 +173,7 @@ def save(model, tokenizer, folder, base=None):
 def read_gguf(path):
     """(HF config dict, state dict in fp32) of a .gguf, any quantisation that the gguf package can expand."""
     import gguf
-    config = json.loads(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_json_string(use_diff=False))
+    config = config_of(path)
     arch = read_config(config).arch                     # refuses an unknown architecture before the slow part
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_norm": "input_layernorm",
              "ffn_norm": "post_attention_layernorm", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",

@@ -1,0 +1,152 @@
+"""
+Emotion in conversation: seven labels, the files they come in, and how a recogniser is scored. No model in here.
+
+Read are our own data/emotions.jsonl, MELD's CSV, EmoryNLP's CSV and JSON, and a plain JSONL with one utterance a line, as one exports IEMOCAP. Other label sets are mapped to the seven,
+explicitly; what has no place among them is left out and counted. Left out on purpose: audio, and label sets of a task's own.
+"""
+import csv
+import io
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rundir import die
+
+LABELS = ("neutral", "joy", "sadness", "anger", "fear", "surprise", "disgust")
+MAPPED = {**{name: name for name in LABELS}, "joyful": "joy", "mad": "anger", "scared": "fear", "sad": "sadness", "peaceful": "neutral", "powerful": "joy",                # EmoryNLP's seven: the last two are our choice
+          "hap": "joy", "happy": "joy", "happiness": "joy", "exc": "joy", "excited": "joy", "excitement": "joy", "ang": "anger", "angry": "anger", "fru": "anger", "frustrated": "anger", "frustration": "anger",
+          "neu": "neutral", "fea": "fear", "fearful": "fear", "sur": "surprise", "surprised": "surprise", "dis": "disgust", "disgusted": "disgust"}              # IEMOCAP's, short and long
+NOT_OURS = ("oth", "other", "xxx", "undefined", "non-neutral")
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One utterance with what was said before it. lines: (speaker, text) of the dialogue so far, this one last; gold: labels, first the main one, () where there are none."""
+    dialogue: str; split: str; lines: tuple; gold: tuple
+
+    @property
+    def speaker(self):
+        return self.lines[-1][0]
+
+
+# ---------------------------------------------------------------------------------------------- files
+def read_emotions(path, split=None):
+    """The utterances of a file, any of the formats above (told apart by what is in it). -> list of Utterance, and how many were left out for a label that has no place.
+    SystemExit with file:line: field on the first row that can't be read. split: keep this one (files without splits are all "heldout")."""
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        die(f"{path}: cannot be read ({e.strerror}); give a file of emotions: .csv, .json or .jsonl")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = raw.decode("cp1252", "replace")             # MELD's files went through a spreadsheet: curly quotes of Windows
+    if not text.strip():
+        die(f"{path}: the file is empty")
+    rows = from_csv(path, text) if path.suffix.lower() == ".csv" else from_json(path, text)
+    out, left, dialogues = [], 0, {}
+    for where, key, split_, speaker, said, labels in rows:
+        said = " ".join(said.split())
+        lines = dialogues.setdefault(key, [])
+        lines.append((speaker or "Someone", said))
+        names = [str(x).strip().lower() for x in labels]
+        if wrong := [n for n in names if n not in MAPPED and n not in NOT_OURS]:
+            die(f"{where}: emotion '{wrong[0][:30]}' is not one of {', '.join(LABELS)}, nor one that is mapped to them")
+        gold = tuple(dict.fromkeys(MAPPED[n] for n in names if n in MAPPED))
+        left += bool(names) and not gold
+        if said and not (names and not gold) and split in (None, split_):
+            out.append(Utterance(key, split_, tuple(lines), gold))
+    if not out:
+        die(f"{path}: no utterance" + (f" of split '{split}'" if split else ""))
+    return out, left
+
+
+def from_csv(path, text):
+    """MELD's and EmoryNLP's tables, by the names of their columns."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    names = reader.fieldnames or []
+    scene = "Dialogue_ID" if "Dialogue_ID" in names else "Scene_ID"
+    if missing := [n for n in ("Utterance", "Speaker", "Emotion", scene) if n not in names]:
+        die(f"{path}:1: column '{missing[0]}': missing; the columns are {', '.join(names)[:120]}")
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        if row["Utterance"] is None or not (row["Emotion"] or "").strip():
+            die(f"{where}: field 'Emotion': missing (a quote that is not closed?)")
+        speaker = (row["Speaker"] or "").strip("[]'\" ")
+        key = "-".join(str(row.get(n)) for n in (("Dialogue_ID",) if scene == "Dialogue_ID" else ("Season", "Episode", "Scene_ID")))
+        yield where, key, "heldout", speaker, row["Utterance"], [row["Emotion"]]
+
+
+def from_json(path, text):
+    """EmoryNLP's JSON; ours, a dialogue a line; or plain JSONL, an utterance a line: {"dialogue", "speaker", "text", "emotion"}."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and "episodes" in whole:
+        for e in whole["episodes"]:
+            for s in e["scenes"]:
+                for u in s["utterances"]:
+                    if u.get("transcript"):
+                        yield f"{path}: {u.get('utterance_id')}", str(s.get("scene_id")), "heldout", ", ".join(u.get("speakers") or []), u["transcript"], [u.get("emotion")]
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            die(f"{where}: broken JSON ({getattr(e, 'msg', e)})")
+        if not isinstance(row, dict):
+            die(f"{where}: a JSON object is expected")
+        inside = row["utterances"] if isinstance(row.get("utterances"), list) else [row]
+        for u in inside:
+            said, labels = u.get("text", u.get("utterance")) if isinstance(u, dict) else None, u.get("emotions", u.get("emotion", [])) if isinstance(u, dict) else None
+            labels = [labels] if isinstance(labels, str) else labels
+            if not isinstance(said, str):
+                die(f"{where}: field 'text': must be a string")
+            if not (isinstance(labels, list) and all(isinstance(x, str) for x in labels)):
+                die(f"{where}: field 'emotions': must be a list of labels")
+            yield where, str(row.get("id", row.get("dialogue", ""))), row.get("split", "heldout"), str(u.get("speaker", "")), said, labels
+
+
+# ---------------------------------------------------------------------------------------------- scores
+def classification(gold, predicted):
+    """gold: list of label tuples; predicted: one label each, or None. -> dict: n, accuracy, weighted_f1, macro_f1 (over labels that occur), confusion (7, 7) counts, unread.
+
+    An utterance with two gold labels counts as the predicted one where that is among them, else as its first. None is wrong, and in no column."""
+    truth = [p if p in g else g[0] for g, p in zip(gold, predicted)]
+    confusion = np.zeros((7, 7), int)
+    for t, p in zip(truth, predicted):
+        if p is not None:
+            confusion[LABELS.index(t), LABELS.index(p)] += 1
+    support = Counter(truth)
+    f1 = {}
+    for k, label in enumerate(LABELS):
+        hit, said = confusion[k, k], confusion[:, k].sum()
+        if support[label] or said:
+            f1[label] = 2 * hit / (support[label] + said)  # precision and recall in one: 2 TP / (positives + predicted)
+    return {"n": len(truth), "accuracy": float(np.mean([t == p for t, p in zip(truth, predicted)])), "weighted_f1": float(sum(f1[x] * n for x, n in support.items()) / len(truth)),
+            "macro_f1": float(np.mean(list(f1.values()))), "confusion": confusion.tolist(), "unread": sum(p is None for p in predicted)}
+
+
+def iou(a, b, s=0.1):
+    """Smoothed overlap of two sets: (|a and b| + s) / (|a or b| + s). Equal sets 1, disjoint singletons s / (2 + s); empty against empty 1 (SELF-EMO; methods: s at most .1)."""
+    a, b = set(a), set(b)
+    return (len(a & b) + s) / (len(a | b) + s)
+
+
+def consistency(answers, s=0.1):
+    """Of each answer (a set) its mean overlap with the group's others; 1 for a unanimous group, and for a group of one."""
+    return [float(np.mean([iou(a, b, s) for j, b in enumerate(answers) if j != i])) if len(answers) > 1 else 1.0 for i, a in enumerate(answers)]
+
+
+def majority(answers):
+    """The labels that at least half of the group named, in the order of LABELS: a pseudo-label; () where there is none."""
+    votes = Counter(label for a in answers for label in set(a))
+    return tuple(label for label in LABELS if 2 * votes[label] >= len(answers) > 0)

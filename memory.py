@@ -1,0 +1,75 @@
+"""
+What a training run will hold in memory, from shapes alone, before any weights are read: printed, and refused where it can't fit.
+
+Two moments count: sampling (weights, their fast copies, the cache of all live dialogues, logits of one token each) and the update (weights, gradients, and what the backward
+pass needs of one micro-batch). Adam's two moments are there in both. Formulas are of our own network (model.py): a test counts what autograd really keeps.
+Left out on purpose: the allocator's slack (add 10-15 %), tokenizer and users.
+"""
+import os
+from pathlib import Path
+
+import torch
+
+from linear import Linear
+from model import Policy
+from rundir import die
+from weights import config_of, read_config
+
+
+def kept_per_token(c, b, checkpointed=False):
+    """Bytes that autograd keeps per token and trained block, computing in numbers of b bytes. checkpointed: the block's input only; the rest is made again in backward."""
+    if checkpointed:
+        return b * c.width
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    block = b * (4 * c.mlp + 2 * q + 2 * kv) + 2 * (4 + 2 * b) * c.width + 4 * c.heads + 8            # MLP and attention; two norms, each with an fp32 copy
+    return block + ((4 + b) * (q + kv) + 4 * (c.heads + c.kv_heads) if c.arch == "qwen3" else 0)
+
+
+def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False):
+    """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: copies more (a reference)."""
+    b = 2 if dtype == torch.bfloat16 else 4
+    with torch.device("meta"):
+        model = Policy(c)
+    model.train_only_upper(layers)
+    blocks = [block for block in model.model.layers if block.mlp.gate_proj.weight.requires_grad]
+    count = lambda ps: sum(p.numel() for p in ps)
+    adapters = sum(lora * (m.in_features + m.out_features) for block in blocks for m in block.modules() if isinstance(m, Linear)) if lora else 0
+    parameters, trained = count(model.parameters()), adapters or count(p for p in model.parameters() if p.requires_grad)
+    copies = b * parameters if device.type == "cpu" or b == 2 else 0                                  # laid out for the CPU, or cast
+    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen), "copies to sample with": copies, "Adam": 8 * trained * policies}
+    sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab}
+    depth = len(blocks) if checkpointed else 0
+    update = {"gradients": 4 * trained * policies, "casts": b * trained if b == 2 else 0,
+              "activations": micro_tokens * (depth * kept_per_token(c, b, True) + (len(blocks) if not checkpointed else 1) * kept_per_token(c, b) + 3 * b * c.mlp + 8 * c.width),
+              "head": (4 * c.width * c.vocab if layers == 0 and not lora else 0) + 3 * 4 * 8192 * min(micro_tokens, 2048)}
+    return {"always": always, "sampling": sampling, "update": update}
+
+
+def peak(p):
+    """The larger of the two moments, in bytes."""
+    total = lambda part: sum(part.values())
+    return total(p["always"]) + max(total(p["sampling"]), total(p["update"]))
+
+
+def available(device):
+    """Bytes that can still be had: of the GPU, or of this machine's memory (and of the limit that a container sets)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = []
+    if os.path.exists("/proc/meminfo"):
+        free.append(int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) * 1024)
+    if os.path.exists("/sys/fs/cgroup/memory.max") and (most := Path("/sys/fs/cgroup/memory.max").read_text().strip()) != "max":
+        free.append(int(most) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return min(free) if free else None
+
+
+def check(folder, dtype, device, **shape):
+    """Prints the plan of the model in `folder` (or .gguf); SystemExit where it is more than there is, with what to change."""
+    c = read_config(config_of(Path(folder)))
+    p, free, gb = plan(c, dtype, device, **shape), available(device), 1e9
+    text = lambda part: ", ".join(f"{name} {x / gb:.1f}" for name, x in part.items() if x / gb >= 0.05)
+    print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; at most {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
+    if free and peak(p) > free:
+        hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower, or --checkpoint_layers"]
+        hints += ["--lora 16"] * (not shape["lora"]) + ["--critic shared"] * (shape.get("policies", 1) > 1) + ["a smaller --model"]
+        die(f"this run needs about {peak(p) / gb:.1f} GB and {free / gb:.1f} are free on {device}; try {', '.join(hints)}")

@@ -1,0 +1,106 @@
+"""Files of emotions in every format, and the scores of a recogniser against brute force."""
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from emotions import LABELS, classification, consistency, iou, majority, read_emotions
+from scenarios import load_scenarios
+
+OURS = ROOT / "data" / "emotions.jsonl"
+MELD = '''Sr No.,Utterance,Speaker,Emotion,Sentiment,Dialogue_ID,Utterance_ID,Season,Episode,StartTime,EndTime
+1,"Oh, he\u2019s gone. He said ""never"".",Ann,sadness,negative,0,0,4,7,"00:20:57,256","00:21:00,049"
+2,"Two
+lines",Bo,surprise,negative,0,1,4,7,"00:21:01,927","00:21:03,261"
+3,Hi!,All,joy,positive,1,0,4,7,x,y
+'''
+
+
+def test_ours_is_large_balanced_and_split_by_dialogue():
+    everything, left = read_emotions(OURS)
+    assert len(everything) >= 600 and left == 0
+    share = Counter(label for u in everything for label in u.gold)
+    assert all(0.08 < share[label] / sum(share.values()) < 0.3 for label in LABELS) and all(1 <= len(u.gold) <= 2 for u in everything)
+    by = {split: [u for u in everything if u.split == split] for split in ("train", "dev", "heldout")}
+    assert all(len(us) > 90 and {u.gold[0] for u in us} == set(LABELS) for us in by.values())
+    texts = {split: {u.lines[-1][1] for u in us if len(u.lines[-1][1].split()) > 3} for split, us in by.items()}
+    assert not texts["train"] & texts["heldout"] and not texts["train"] & texts["dev"] and not {u.dialogue for u in by["train"]} & {u.dialogue for u in by["heldout"]}
+    openings = {s.opening for s in load_scenarios(ROOT / "data" / "scenarios.jsonl", "heldout")}
+    assert not openings & {u.lines[-1][1] for u in everything}
+
+
+def test_meld_with_its_quotes_line_breaks_and_encodings(tmp_path):
+    for encoding in ("utf-8", "cp1252", "utf-8-sig"):
+        (tmp_path / "m.csv").write_bytes(MELD.encode(encoding))
+        us, left = read_emotions(tmp_path / "m.csv")
+        assert [u.gold for u in us] == [("sadness",), ("surprise",), ("joy",)] and left == 0
+        assert us[1].lines == (("Ann", 'Oh, he\u2019s gone. He said "never".'), ("Bo", "Two lines")) and us[2].lines == (("All", "Hi!"),)
+
+
+def test_emorynlp_csv_and_json_are_mapped(tmp_path):
+    (tmp_path / "e.csv").write_text("Utterance,Speaker,Emotion,Scene_ID,Utterance_ID,Season,Episode,Start_Time,End_Time\nNo!,['Ann B'],Mad,1,1,1,15,a,b\nOh.,['Bo'],Peaceful,1,2,1,15,a,b\nHa,['Bo'],Powerful,1,1,1,16,a,b\n")
+    us, _ = read_emotions(tmp_path / "e.csv")
+    assert [(u.gold, len(u.lines), u.speaker) for u in us] == [(("anger",), 1, "Ann B"), (("neutral",), 2, "Bo"), (("joy",), 1, "Bo")]
+    scene = {"scene_id": "s01_e01_c01", "utterances": [{"utterance_id": "u1", "speakers": ["Ann"], "transcript": "Boo!", "emotion": "Scared"}, {"utterance_id": "u2", "speakers": [], "transcript": "", "emotion": "Neutral"}]}
+    (tmp_path / "e.json").write_text(json.dumps({"season_id": "s01", "episodes": [{"episode_id": "e", "scenes": [scene]}]}))
+    assert [u.gold for u in read_emotions(tmp_path / "e.json")[0]] == [("fear",)]
+
+
+def test_plain_jsonl_as_iemocap_is_exported(tmp_path):
+    rows = [("a", "fru"), ("a", "xxx"), ("b", "exc"), ("b", "neu")]
+    (tmp_path / "i.jsonl").write_text("".join(json.dumps({"dialogue": d, "speaker": "F", "text": f"line {k}", "emotion": e}) + "\n" for k, (d, e) in enumerate(rows)))
+    us, left = read_emotions(tmp_path / "i.jsonl")
+    assert [u.gold for u in us] == [("anger",), ("joy",), ("neutral",)] and left == 1 and [len(u.lines) for u in us] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name,text,word", [("a.csv", "Utterance,Speaker,Emotion\nx,y,joy\n", "Scene_ID"), ("a.csv", MELD.replace("surprise", "glee"), "a.csv:4: emotion 'glee'"), ("a.csv", "", "empty"), ("a.jsonl", "{", "a.jsonl:1"),
+                                            ("a.jsonl", '{"text": 3, "emotion": "joy"}', "'text'"), ("a.jsonl", '{"text": "x", "emotion": 3}', "'emotions'"), ("a.jsonl", "[]", "object"), ("a.jsonl", '{"text": "", "emotion": "joy"}', "no utterance"),
+                                            ("a.csv", MELD + '9,"open quote,Ann,joy\n', "Emotion")])
+def test_bad_files_are_named_by_line(name, text, word, tmp_path, capsys):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as e:
+        read_emotions(tmp_path / name)
+    assert e.value.code == 2 and word in capsys.readouterr().err
+
+
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.mark.parametrize("name,n", [("meld_sample.csv", 76), ("emorynlp_sample.csv", 59)])
+def test_the_released_samples_load_whole(name, n):
+    if not (SHARED / name).exists():
+        pytest.skip(f"{name} is not at hand")
+    us, left = read_emotions(SHARED / name)
+    assert len(us) == n and left == 0
+
+
+def test_scores_by_brute_force():
+    rng = np.random.default_rng(0)
+    gold = [tuple(rng.choice(LABELS, rng.integers(1, 3), replace=False)) for _ in range(300)]
+    predicted = [None if rng.random() < 0.05 else str(rng.choice(LABELS[:6])) for _ in gold]
+    got = classification(gold, predicted)
+    truth = [p if p in g else g[0] for g, p in zip(gold, predicted)]
+    f = {}
+    for label in LABELS:
+        tp = sum(t == p == label for t, p in zip(truth, predicted))
+        fp, fn = sum(p == label != t for t, p in zip(truth, predicted)), sum(t == label != p for t, p in zip(truth, predicted))
+        precision, recall = tp / (tp + fp) if tp + fp else 0, tp / (tp + fn) if tp + fn else 0
+        f[label] = 2 * precision * recall / (precision + recall) if precision + recall else 0
+    assert got["accuracy"] == pytest.approx(np.mean([t == p for t, p in zip(truth, predicted)])) and got["macro_f1"] == pytest.approx(np.mean(list(f.values())))
+    assert got["weighted_f1"] == pytest.approx(sum(f[t] for t in truth) / len(truth)) and got["unread"] == predicted.count(None)
+    assert np.sum(got["confusion"]) == 300 - got["unread"] and classification([("joy",)], ["joy"])["macro_f1"] == 1
+
+
+def test_overlap_consistency_and_majority_by_hand():
+    assert iou({"joy"}, {"joy"}) == iou({}, {}) == iou({"joy", "fear"}, {"fear", "joy"}) == 1 and iou({"joy"}, {"fear"}) == pytest.approx(0.1 / 2.1)
+    assert iou({"joy"}, {"joy", "fear"}) == pytest.approx(1.1 / 2.1) and iou({"joy"}, {}) == pytest.approx(0.1 / 1.1)
+    rng = np.random.default_rng(1)
+    for _ in range(100):                                   # one more common label never lowers it
+        a, b = (set(rng.choice(LABELS, rng.integers(0, 4), replace=False)) for _ in range(2))
+        for more in set(LABELS) - a - b:
+            assert iou(a | {more}, b | {more}) >= iou(a, b)
+    assert consistency([{"joy"}] * 4) == [1] * 4 and consistency([{"joy"}]) == [1]
+    assert consistency([{"joy"}, {"joy"}, {"fear"}]) == pytest.approx([(1 + 0.1 / 2.1) / 2] * 2 + [0.1 / 2.1])
+    assert majority([{"joy"}, {"joy", "fear"}, {"fear"}, set()]) == ("joy", "fear") and majority([{"joy"}, {"fear"}, {"anger"}]) == () and majority([]) == ()

@@ -1,0 +1,70 @@
+"""The memory plan against what autograd and the cache really hold; activation checkpointing changes no gradient; a run that can't fit is refused before its weights are read."""
+import pytest
+import torch
+
+import memory
+import train_grpo
+from conftest import hf_model, ours
+from model import Cache
+from test_train_grpo import TINY
+
+
+def kept(model, B, T):
+    """Bytes of the storages that autograd keeps of one forward, parameters left out."""
+    seen, own = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in own:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        hidden = model(torch.randint(0, 97, (B, T)))
+    return sum(seen.values()), hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_what_autograd_keeps_is_what_the_plan_says(arch, dtype):
+    """One trained block more costs exactly kept_per_token a token (and in bf16 the cast of its weights)."""
+    model = ours(hf_model(arch, layers=3, width=64, mlp=160), dtype)
+    sizes = []
+    for layers in (1, 2):
+        model.train_only_upper(layers)
+        sizes.append(kept(model, 2, 100)[0])
+    block = model.model.layers[0]
+    cast = 0 if dtype == torch.float32 else 2 * sum(p.numel() for name, p in block.named_parameters() if not name.endswith("bias"))
+    assert sizes[1] - sizes[0] - cast == pytest.approx(200 * memory.kept_per_token(model.config, dtype.itemsize), rel=0.001)
+
+
+def test_checkpointing_keeps_the_inputs_only_and_changes_no_gradient(tiny):
+    ids = torch.randint(0, 97, (2, 50))
+    tiny(ids).square().sum().backward()
+    want = [p.grad.clone() for p in tiny.parameters()]
+    tiny.zero_grad()
+    full, _ = kept(tiny, 2, 50)
+    tiny.checkpointed = True
+    less, hidden = kept(tiny, 2, 50)
+    assert less < 0.3 * full
+    tiny(ids).square().sum().backward()
+    assert all(torch.allclose(a, p.grad, atol=1e-6) for a, p in zip(want, tiny.parameters()))
+
+
+def test_the_cache_and_the_weights(tiny):
+    p = memory.plan(tiny.config, torch.float32, torch.device("cpu"), 1, 0, 5, 128, 64)
+    cache = Cache(tiny, 5, 128)
+    assert p["sampling"]["cache"] == cache.k.nbytes + cache.v.nbytes and p["always"]["weights, fp32"] == 4 * sum(q.numel() for q in tiny.parameters())
+    tiny.train_only_upper(1)
+    assert p["update"]["gradients"] == 4 * sum(q.numel() for q in tiny.parameters() if q.requires_grad) == p["always"]["Adam"] / 2
+    tiny.add_lora(3)
+    thin = memory.plan(tiny.config, torch.float32, torch.device("cpu"), 1, 3, 5, 128, 64)
+    assert thin["update"]["gradients"] == 4 * sum(q.numel() for q in tiny.parameters() if q.requires_grad)
+    more = memory.plan(tiny.config, torch.float32, torch.device("cpu"), 1, 0, 5, 128, 64, policies=2, frozen=1)
+    assert more["always"]["weights, fp32"] == 3 * p["always"]["weights, fp32"] and memory.peak(more) > memory.peak(p)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_a_way_out(tiny_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    monkeypatch.setattr(train_grpo, "load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(SystemExit) as e:
+        train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY])
+    assert e.value.code == 2 and "--lora" in capsys.readouterr().err and not (tmp_path / "run").exists()
