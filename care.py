@@ -96,12 +96,6 @@ def lessons(pairs, demonstrations, seed):
     return out
 
 
-def asked(chat, moment):
-    """The generator's prompt as ids; what LocalModel feeds for the same messages."""
-    system, user = prompt(moment.context())
-    return chat.turn("system", system["content"]) + chat.newline + chat.turn("user", user["content"]) + chat.newline + chat.reply
-
-
 # ---------------------------------------------------------------------------------------------- what a rubric is worth
 def entropy_of(rubric):
     return FIXED.entropy if rubric is None else rubric.entropy
@@ -171,7 +165,7 @@ def sft(args, rater, device, dtype):
     began, train = time.time(), []
     for m in moments:
         row, ids = Row(), chat.plain(str(prior(m))) + [chat.eot]
-        row.environment(asked(chat, m))
+        row.environment(chat.prompt(prompt(m.context())))
         row.policy(ids, [0.0] * len(ids), 0)
         train.append(row)
     losses = fit(model, chat, train, args.epochs, args.lr, args.batch, args.seed)
@@ -206,7 +200,7 @@ def prefer(args, rater, device, dtype):
             rng, began = np.random.default_rng([args.seed, step]), time.time()
             order = np.concatenate([np.random.default_rng([args.seed, e, 7]).permutation(len(train)) for e in range((step + 1) * args.pairs // len(train) + 1)])
             chosen = [train[i] for i in order[step * args.pairs:(step + 1) * args.pairs]]
-            episodes = answers(model, chat, [asked(chat, p.moment) for p in chosen], args.group_size, how.max_new_tokens, how.temperature, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
+            episodes = answers(model, chat, [chat.prompt(prompt(p.moment.context())) for p in chosen], args.group_size, how.max_new_tokens, how.temperature, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
             rubrics = [read(e.replies[0]) for e in episodes]
             several = [p for p in chosen for _ in range(args.group_size)]
             found = margins(rater, several, [r or FIXED for r in rubrics], rng)

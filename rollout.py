@@ -70,6 +70,10 @@ class Chat:
         system = self.turn("system", f"{self.role} You have talked before: {memory}") + self.newline if memory else self.system
         return system + self.turn("user", text) + self.newline + self.reply
 
+    def prompt(self, messages):
+        """Chat messages ({"role", "content"}) as ids, and the header of the answer: what a model is asked beside any dialogue."""
+        return [i for m in messages for i in self.turn(m["role"], m["content"]) + self.newline] + self.reply
+
     def between(self, text):
         """What the environment puts between two replies: the newline after <|im_end|>, the user's turn, the next header."""
         return self.newline + self.turn("user", text) + self.newline + self.reply

@@ -112,7 +112,7 @@ def test_the_prompt_is_what_a_frozen_generator_will_be_asked(tiny_chat):
     model, chat = tiny_chat
     m = care.load_preferences(PREFERENCES)[0].moment
     with torch.no_grad():
-        hidden = model(torch.tensor([care.asked(chat, m)]))[0, -1]
+        hidden = model(torch.tensor([chat.prompt(prompt(m.context()))]))[0, -1]
         _, other = LocalModel(model, chat).read([prompt(m.context())], 4)
     assert torch.allclose(hidden, other[0], atol=1e-4)
 
@@ -149,7 +149,7 @@ def test_sft_teaches_the_form(tiny_chat):
     m = Moment(("Hm.",), (), 50, "advice")
     row, target = Row(), Rubric((0.2, 0.5, 0.3), ((("facts", "abc"),), (("feeling", "abc"),), (("question", "abc"),)))
     ids = chat.plain(str(target)) + [chat.eot]
-    row.environment(care.asked(chat, m))
+    row.environment(chat.prompt(prompt(m.context())))
     row.policy(ids, [0.0] * len(ids), 0)
     fit(model, chat, [row], 120, 1e-2, 1, 0)
     g = Generated(LocalModel(model, chat).complete)
