@@ -68,7 +68,7 @@ def check(folder, dtype, device, **shape):
     c = read_config(config_of(Path(folder)))
     p, free, gb = plan(c, dtype, device, **shape), available(device), 1e9
     text = lambda part: ", ".join(f"{name} {x / gb:.1f}" for name, x in part.items() if x / gb >= 0.05)
-    print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; at most {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
+    print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; about {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
     if free and peak(p) > free:
         hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower, or --checkpoint_layers"]
         hints += ["--lora 16"] * (not shape["lora"]) + ["--critic shared"] * (shape.get("policies", 1) > 1) + ["a smaller --model"]
