@@ -22,7 +22,7 @@ from adversaries import TRAJECTORIES, Adversaries
 from appraisal import TABLES, content, look
 from backend import BudgetSpent, add_user_flags, check_user, make_users
 from evaluate import row, spread
-from rollout import Chat, check_budget, rollout
+from rollout import TEMPLATES, Chat, check_budget, rollout
 from rundir import Flags, die, nonnegative, positive, record_result, writable
 from scenarios import SPLITS, load_scenarios
 from simulator import DYNAMICS
@@ -219,7 +219,7 @@ def main(argv=None):
     for name in models:                                    # every model is looked at before the first one plays
         model, tokenizer = load(name, dtype)
         for think in modes:
-            check_budget(model, Chat(tokenizer, model.config.vocab, think=think), scenarios, args.max_new_tokens, args.max_tokens)
+            check_budget(model, Chat(tokenizer, model.config.vocab, template=TEMPLATES[think]), scenarios, args.max_new_tokens, args.max_tokens)
         if args.max_tokens + args.user_tokens + 256 > model.config.max_positions:      # a last line and the aside go beyond max_tokens
             die(f"--max_tokens {args.max_tokens}: {name} knows {model.config.max_positions} positions, of which {args.user_tokens + 256} are for a last line and the aside; lower it")
     users = {kind: make_users(settings[kind], None, dtype, device) for kind in kinds}
@@ -246,7 +246,7 @@ def main(argv=None):
                             written = True
                         rows[title].extend(kept)
                         conditions[-1]["failed"] += failed
-                    play(model, Chat(tokenizer, model.config.vocab, think=think), users[kind], scenarios, args, bar, finished)
+                    play(model, Chat(tokenizer, model.config.vocab, template=TEMPLATES[think]), users[kind], scenarios, args, bar, finished)
         except (KeyboardInterrupt, BudgetSpent, OSError) as e:
             stopped = f"stopped{f', {e}' if str(e) else ''}: {sum(map(len, rows.values()))} of {total * each} dialogues were finished\n"
     if not stopped and not any(rows.values()):

@@ -268,7 +268,7 @@ def check_rewards(args, scenarios):
     named = [part[7:] for part in args.reward.split("+") if part.startswith("rubric:")]
     if args.judge != "scripted":
         check_backend("--judge", args.judge, args, "scripted, lm:MODEL or server:URL#MODEL")
-    if "kardia" in named and not args.think:
+    if "kardia" in named and args.template != "think":
         die("--reward rubric:kardia reads understanding, reasoning and emotion off the plan before a reply; add --think")
     if "peregrm" in named and args.memory == "none":
         die("--reward rubric:peregrm is about people with a history; add --memory data/memories.jsonl")

@@ -17,7 +17,7 @@ import textwrap
 import torch
 
 from model import Cache, append, sample
-from rollout import Chat
+from rollout import Chat, add_template_flags, check_template, perceive
 from rundir import Flags, die, positive
 from scenarios import load_memories, load_scenarios
 from simulator import DYNAMICS, ScriptedUser, ScriptedUsers
@@ -34,21 +34,23 @@ class Talk:
     def __init__(self, model, chat, limit, budget, who="", **how):
         self.model, self.chat, self.limit, self.budget, self.who, self.how = model, chat, limit, budget, who, how
         self.banned = chat.banned.to(model.model.embed_tokens.weight.device)
-        self.cache, self.last = Cache(model, 1, 512), []
+        self.cache, self.last, self.turns, self.felt = Cache(model, 1, 512), [], 0, None
 
     def reply(self, text):
         """The policy's answer to a user's line: (text, cut), cut: it ran out of tokens. None when the dialogue got too long for `limit`."""
         chunk = self.last + (self.chat.between(text) if self.last else self.chat.opening(text, self.who))
         used = int(self.cache.n[0])
-        if used + len(chunk) + self.budget > self.limit:
+        if used + len(chunk) + self.chat.extra + self.budget > self.limit:
             return None
         hidden = append(self.model, self.cache, [chunk])                                              # (1, D)
         before = self.cache.n.clone()
+        [self.felt], hidden = perceive(self.model, self.chat, self.cache, hidden, [(self.who, self.turns)], **self.how)
+        self.turns += 1
         [ids], _ = sample(self.model, self.cache, hidden, [self.budget], {self.chat.eot}, self.banned, **self.how)
         cut = ids[-1] != self.chat.eot
         self.last = ids[-1:] + ([self.chat.eot] if cut else [])      # a reply that was cut off is closed for the policy
         said, _ = self.chat.heard(ids)
-        if self.chat.think:                                # what was thought leaves the cache, what was heard is read anew
+        if self.chat.hides:                                # what was thought leaves the cache, what was heard is read anew
             self.cache.n.copy_(before)
             self.last = self.chat.plain(said) + [self.chat.eot]
         return said, cut
@@ -79,6 +81,8 @@ def converse(new_talk, new_user):
         if answer is None:
             print(f"(this does not fit into {talk.limit} tokens any more: /reset starts a new dialogue, or send a shorter line)")
             continue
+        if talk.felt:
+            print(f"         (perceived {talk.felt[0] or 'nothing readable'}, aim: {talk.felt[1]})")
         print(f"policy > {answer[0]}{' [cut off]' if answer[1] else ''}")
         if user is None or user.done:
             continue
@@ -102,7 +106,7 @@ def main(argv=None):
     p.add_argument("--top_k", type=int, default=0, help="the k likeliest tokens only; 0: all (default: %(default)s)")
     p.add_argument("--max_new_tokens", type=positive(int), default=96, help="tokens per reply (default: %(default)s)")
     p.add_argument("--memory", default="none", metavar="none|FILE", help="with --user: what the policy is told of earlier talks with this person, data/memories.jsonl (default: %(default)s)")
-    p.add_argument("--think", action="store_true", help="the checkpoint was trained with --think: its plan before each reply is cut out")
+    add_template_flags(p)
     p.add_argument("--max_tokens", type=positive(int), help="tokens per dialogue (default: what the model knows)")
     p.add_argument("--seed", type=int, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
@@ -117,11 +121,13 @@ def main(argv=None):
         scenario = known.get(args.user) or die(f"--user {args.user}: no such id in {args.scenarios}; the nearest is {near[0]}")
     if args.memory != "none" and not scenario:
         die("--memory: is about the person of a scenario; give --user ID too")
-    memories = {} if args.memory == "none" else load_memories(args.memory, [scenario])
+    if args.perception != "model" and not scenario:
+        die("--perception: is about the lines of a scenario; give --user ID too")
+    memories, perceived = {} if args.memory == "none" else load_memories(args.memory, [scenario]), check_template(args, [scenario])
     device = pick_device(args.device)
     dtype, _ = pick_dtype(args.dtype, device), resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
+    chat = Chat(tokenizer, model.config.vocab, template=args.template, memories=memories, perceived=perceived)
     generator = torch.Generator().manual_seed(args.seed)
     print(f"{args.model}; /reset starts again, /quit ends")
     if scenario:

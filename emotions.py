@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from appraisal import DATA, families, look
 from rundir import die
 
 LABELS = ("neutral", "joy", "sadness", "anger", "fear", "surprise", "disgust")
 MAPPED = {**{name: name for name in LABELS}, "joyful": "joy", "mad": "anger", "scared": "fear", "sad": "sadness", "peaceful": "neutral", "powerful": "joy",                # EmoryNLP's seven: the last two are our choice
           "hap": "joy", "happy": "joy", "happiness": "joy", "exc": "joy", "excited": "joy", "excitement": "joy", "ang": "anger", "angry": "anger", "fru": "anger", "frustrated": "anger", "frustration": "anger",
           "neu": "neutral", "fea": "fear", "fearful": "fear", "sur": "surprise", "surprised": "surprise", "dis": "disgust", "disgusted": "disgust"}              # IEMOCAP's, short and long
+EDF = json.loads((DATA / "edf.json").read_text(encoding="utf-8"))
 NOT_OURS = ("oth", "other", "xxx", "undefined", "non-neutral")
 
 
@@ -150,3 +152,63 @@ def majority(answers):
     """The labels that at least half of the group named, in the order of LABELS: a pseudo-label; () where there is none."""
     votes = Counter(label for a in answers for label in set(a))
     return tuple(label for label in LABELS if 2 * votes[label] >= len(answers) > 0)
+
+
+# ---------------------------------------------------------------------------------------------- perceive, regulate
+def regulate(label, confidence=1.0):
+    """The aim of a reply to somebody who feels `label`, by valence and arousal (methods.md 10: V-, A+ calm; V-, A- be present; V+ share; neutral follow). "" or a confidence below 0.5: follow.
+    Examples: regulate("anger") == "calm"; regulate("sadness") == "stay"; regulate("sadness", 0.3) == "follow"."""
+    valence, arousal = EDF["affect"][label] if label and confidence >= 0.5 else (0, 0)
+    return "follow" if abs(valence) <= 0.2 else "share" if valence > 0 else "calm" if arousal > 0 else "stay"
+
+
+def felt_by(scenario):
+    """A scenario's feelings among the seven labels, the first one first: ["torn", "anxious", "sad"] -> ["fear", "sadness"]; none -> ["neutral"]."""
+    return list(dict.fromkeys(EDF["seven"][f] for f in scenario.feelings if f in EDF["seven"])) or ["neutral"]
+
+
+def regulation(episode):
+    """For each reply of an Episode, whether it "follows" the aim that the scenario's own feeling asks for, "mirrors" that feeling (names it, and does nothing of the aim), or "neither".
+    By the scripted appraisal, so English only; our reconstruction."""
+    label, said, out = felt_by(episode.scenario)[0], [episode.opening], []
+    for t, reply in enumerate(episode.replies):
+        seen = look(reply, said, episode.replies[:t], episode.scenario.feelings, episode.scenario.people) if reply.strip() else {}
+        follows = any(seen.get(part, 0) >= 0.3 for part in EDF["aims"][regulate(label)]["shows"])
+        out.append("follows" if follows else "mirrors" if any(EDF["seven"].get(f) == label for f in families(reply)) else "neither")
+        said.append(episode.turns[t].text)
+    return out
+
+
+def read_perceptions(path, scenarios):
+    """What somebody else perceived, a speech-emotion model for example: JSONL rows {"scenario", "label", "turn": 1.. (default 1), "confidence": 0..1 (default 1)} -> {scenario: {turn: (label,
+    confidence)}}; a turn without a row keeps the one before. SystemExit with file:line: field."""
+    path, out = Path(path), {}
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        die(f"--perception {path}: cannot be read ({getattr(e, 'strerror', None) or 'not UTF-8'}); give model, or a .jsonl of scenario, turn, label, confidence")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        where = f"{path}:{number}:"
+        if not isinstance(row, dict):
+            die(f"{where} a JSON object is expected")
+        label, turn, confidence = MAPPED.get(str(row.get("label")).lower()), row.get("turn", 1), row.get("confidence", 1.0)
+        if label is None:
+            die(f"{where} field 'label': {json.dumps(row.get('label'))[:40]} is not one of {', '.join(LABELS)}")
+        if not isinstance(row.get("scenario"), str):
+            die(f"{where} field 'scenario': must be the id of one")
+        if type(turn) is not int or turn < 1:
+            die(f"{where} field 'turn': must be a whole number from 1 on")
+        if type(confidence) not in (int, float) or not 0 <= confidence <= 1:
+            die(f"{where} field 'confidence': must be a number from 0 to 1")
+        if turn in out.setdefault(row["scenario"], {}):
+            die(f"{where} field 'turn': {row['scenario']} has turn {turn} already")
+        out[row["scenario"]][turn] = (label, confidence)
+    if missing := next((s.id for s in scenarios if 1 not in out.get(s.id, {})), None):
+        die(f"--perception {path}: has no row for turn 1 of scenario {missing}")
+    return out

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import report
 from appraisal import STOP, words
 from backend import BudgetSpent, LocalModel, Server, add_server_flags, check_backend, make_backend
-from rollout import SYSTEM, THINK, Chat, check_budget, rollout
+from rollout import ASKED, SYSTEM, Chat, add_template_flags, check_budget, rollout
 from rundir import Flags, die, nonnegative, positive, read_json, record_result, writable
 from scenarios import read_lines
 from simulator import UserTurn
@@ -256,7 +256,7 @@ def run(args):
           + f"tasks      {n}{', each in both orders' * bool(args.compare)}", flush=True)
     if not args.compare:
         model, tokenizer = load(args.model, dtype, device)
-        chat = Chat(tokenizer, model.config.vocab, POLICY + THINK.removeprefix(SYSTEM) if args.think else POLICY, args.think)
+        chat = Chat(tokenizer, model.config.vocab, POLICY + ASKED[args.template].removeprefix(SYSTEM), args.template)
         limit = args.max_tokens or min(8192, model.config.max_positions)
         fits = [t for t in items if len(chat.opening(t.prompts[0])) + args.max_new_tokens <= limit]
         check_budget(model, chat, [SimpleNamespace(id=f"task {t.id}", opening=t.prompts[0], facts=()) for t in fits or items], args.max_new_tokens, limit)
@@ -328,7 +328,7 @@ def main(argv=None):
     # ---- dialogues
     p.add_argument("--max_new_tokens", type=positive(int), default=300, help="tokens a reply (default: %(default)s)")
     p.add_argument("--max_tokens", type=positive(int), help="tokens a dialogue, everything counted (default: 8192, or the model's positions)")
-    p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply, unseen by judge and later turns")
+    add_template_flags(p)
     p.add_argument("--temperature", type=nonnegative(float), default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=nonnegative(int), default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
     # ---- judge and machine
@@ -346,7 +346,7 @@ def main(argv=None):
     if args.judge != "scripted":
         check_backend("--judge", args.judge, args, "lm:MODEL, server:URL#MODEL, or scripted")
     config = Path(args.model) / "config.json"
-    if (Path(args.model) / "best").is_dir() and config.is_file() and "think" not in given:
-        args.think = bool(read_json(config).get("think"))  # a run speaks as it was trained to
+    if (Path(args.model) / "best").is_dir() and config.is_file() and "template" not in given:
+        args.template = read_json(config).get("template", "none")  # a run speaks as it was trained to
     torch.set_num_threads(args.threads or torch.get_num_threads())
     return run(args)

@@ -29,7 +29,8 @@ from tqdm import tqdm
 import report
 from appraisal import INTENTS, words
 from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
-from rollout import Chat, Episode, Row, check_budget, rollout, transcript
+from emotions import felt_by, regulation
+from rollout import TEMPLATES, Chat, Episode, Row, add_template_flags, check_budget, check_template, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_memories, load_scenarios
 from scores import by_scenario, gaming, gaming_line, read_rows
@@ -92,7 +93,8 @@ def summary(episodes):
     n dialogues; scenarios; failed (dialogues whose *user* broke: in no other number); emotion, low, high: mean final
     emotion 0..100 and its scenario-clustered 95 % interval; outcome: the same with 0 for dialogues with a malformed think block; success, failure: % of dialogues ending >= 100, < 10;
     intents: intent -> {n, emotion, low, high}; states: the same by interaction state, with passed, the % that ended at >= 50; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
-    cut: % of replies that hit their budget; malformed: % that lacked the think block that was asked for; distinct_2: different word pairs / word pairs over all replies (falls as
+    cut: % of replies that hit their budget; malformed: % that lacked the form of the template; perceived: with --template edf, % of replies whose named feeling
+    is one of the scenario's; follows, mirrors: % of replies as emotions.regulation has them, for users that speak English; distinct_2: different word pairs / word pairs over all replies (falls as
     there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
     ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
     (0..1) in which each named part of the user's appraisal was not zero; gaming: as scores.gaming has it.
@@ -105,6 +107,7 @@ def summary(episodes):
         return {"n": len(of), "emotion": mean([e.emotion for e in of]), "low": low, "high": high}
     replies, cuts = [words(r) for e in kept for r in e.replies], [100 * c for e in kept for c in e.cuts]
     pairs = [p for r in replies for p in zip(r, r[1:])]
+    regulated = [kind for e in kept for kind in regulation(e)] if all(e.scenario.language == "en" for e in kept) else []
     fired = Counter(name for e in kept for t in e.turns for name, value in t.parts.items() if value)
     curves = [[e.start_emotion] + [t.emotion for t in e.turns] + [e.emotion] * (length - len(e.turns)) for e in kept]
     return {"n": len(kept), "scenarios": len({e.scenario.id for e in kept}), "failed": len(episodes) - len(kept),
@@ -114,6 +117,7 @@ def summary(episodes):
             "states": {str(z): {**part(of), "passed": mean([100 * (e.emotion >= 50) for e in of])} for z in STATES if (of := [e for e in kept if e.state == z])},
             "finish": dict(Counter(e.finish for e in kept).most_common()),
             "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
+            "perceived": mean([100 * (label in felt_by(e.scenario)) for e in kept for label, _ in e.perceived]), **{kind: mean([100 * (r == kind) for r in regulated]) for kind in ("follows", "mirrors")},
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
             "parts": {name: count / len(replies) for name, count in fired.most_common()}, "gaming": gaming([row(e, 0) for e in kept])}
 
@@ -137,14 +141,14 @@ def table(s, note):
     return "\n".join(lines)
 
 
-def closing_table(folders, scenarios, repeats, users, dtype, device, seed, think=False, memories=None, **talk):
+def closing_table(folders, scenarios, repeats, users, dtype, device, seed, how={}, **talk):
     """What a training script prints last: the same held-out dialogues played with each of its models, by its user and by scripted-b, which no policy was trained on: a
-    gain that only the first sees is a gain in pleasing that one. folders: name -> HF folder; talk: as play has it. -> name -> summary, and under "scripted-b" the second one (None: not English)."""
+    gain that only the first sees is a gain in pleasing that one. folders: name -> HF folder; how: for Chat; talk: as play has it. -> name -> summary, and under "scripted-b" the second one (None: not English)."""
     results, ends, second = {}, {}, SCRIPTED["scripted-b"](users.dynamics, talk["max_turns"]) if all(s.language == "en" for s in scenarios) else None
     for name, folder in folders.items():
         model, tokenizer = load(str(folder), dtype, device)
         with tqdm(total=len(scenarios) * repeats * talk["max_turns"] * (1 + bool(second)), desc=f"held-out, {name}", unit="reply", leave=False) as bar:
-            played = [u and play(model, Chat(tokenizer, model.config.vocab, think=think, memories=memories), u, scenarios, repeats, seed=seed, progress=bar, **talk) for u in (users, second)]
+            played = [u and play(model, Chat(tokenizer, model.config.vocab, **how), u, scenarios, repeats, seed=seed, progress=bar, **talk) for u in (users, second)]
         first, other = (part and summary(part) for part in played)
         ends[name] = [by_scenario([row(e, 0) for e in part or [] if e.finish != "user_failed"]) for part in played]
         results[name] = {**first, "scripted-b": other}
@@ -167,7 +171,7 @@ def row(e, repeat, **more):
     lengths = Counter(turn for r in e.rows for turn, m in zip(r.turn, r.mask) if m)
     for i, (reply, cut, t) in enumerate(zip(e.replies, e.cuts, e.turns)):
         planning = {"activity": t.thought, "TargetCompletion": "", "content": "", "analyse": t.thought, "change": t.change}
-        history += [{"role": "assistant", "content": reply, "cut": cut, "malformed": bool(e.malformed and e.malformed[i]), "tokens": lengths[i]}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
+        history += [{"role": "assistant", "content": reply, "cut": cut, "malformed": bool(e.malformed and e.malformed[i]), "tokens": lengths[i], **({"perceived": e.perceived[i]} if e.perceived else {})}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
     return {"id": s.id, "emo_point": e.emotion, "emo_state": "Emotion-" + next(letter for low, letter, _ in BANDS if e.emotion >= low), "target": "eq", "player": s.persona,
             "scene": s.background, "character": "", "topic": "", "task": s.hidden_need, "history": history, "intent": s.intent, "split": s.split, "repeat": repeat, "finish": e.finish, **({"state": str(e.state)} if e.state else {}), **more}
 
@@ -179,6 +183,7 @@ def revive(row, scenarios, states):
     for i, (reply, user) in enumerate(zip(rest[::2], rest[1::2])):
         e.rows[0].policy([0] * reply["tokens"], [0.0] * reply["tokens"], i)
         e.replies.append(reply["content"]), e.cuts.append(reply["cut"]), e.malformed.append(reply["malformed"])
+        e.perceived += [tuple(reply["perceived"])] if "perceived" in reply else []
         e.turns.append(UserTurn(user["content"], user["emotion-point"], user["planning"]["change"], user["planning"]["analyse"], False, "", False, user["parts"]))
     return e
 
@@ -236,7 +241,7 @@ def run(args):
     args.split = args.split or ("all" if everything[0].source == "rlver" else "heldout")
     scenarios = spread(everything if args.split == "all" else load_scenarios(args.scenarios, args.split), args.n)
     check_user(args, scenarios)
-    memories = {} if args.memory == "none" else load_memories(args.memory, scenarios)
+    memories, perceived = {} if args.memory == "none" else load_memories(args.memory, scenarios), check_template(args, scenarios)
     if args.user2:
         check_user(second := argparse.Namespace(**{**vars(args), "user": args.user2}), scenarios, "--user2")
         args.user2 = second.user
@@ -254,9 +259,9 @@ def run(args):
         torch.set_num_threads(args.threads)
     seeds, names = range(args.seed, args.seed + args.seeds), [args.user] + [args.user2] * bool(args.user2)
     n = len(scenarios) * args.repeats
-    what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "think", "max_tokens", "temperature", "batch", "repeats")
+    what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "template", "max_tokens", "temperature", "batch", "repeats")
     weights = [weights_stamp(Path(f)) for f in (resolve(args.model), args.init if "lm:self" in names else None) if f]
-    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights, *([memories] if memories else [])]).encode("utf-8", "replace")).hexdigest()[:12]
+    stamp = hashlib.sha256(json.dumps([{k: getattr(args, k) for k in what}, [repr(s) for s in scenarios], str(dtype), weights, *([memories] if memories else []), *([sorted(perceived.items())] if perceived else [])]).encode("utf-8", "replace")).hexdigest()[:12]
     done = finished_batches(out, stamp, {(u, s) for u in names for s in seeds}, scenarios, args.repeats, max(1, args.batch // args.repeats)) if args.resume and out.exists() else {}
 
     print(f"model      {args.model}, {str(dtype).removeprefix('torch.')} on {device}")
@@ -264,7 +269,7 @@ def run(args):
     print(f"dialogues  {len(scenarios)} scenarios x {args.repeats} repeats{f' x {args.seeds} seeds' * (args.seeds > 1)}{' x 2 users' * bool(args.user2)} = {n * len(seeds) * len(names)}, up to {args.max_turns} replies of "
           f"{args.max_new_tokens} tokens, temperature {args.temperature}, seed {args.seed}", flush=True)
     model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
+    chat = Chat(tokenizer, model.config.vocab, template=args.template, memories=memories, perceived=perceived)
     initial = load(args.init, dtype, device)[0] if "lm:self" in names and args.init else model
     if args.bench == "empa":
         return empa.bench(args, scenarios, model, chat, make_users(args, (initial, chat), dtype, device), dtype, device)
@@ -359,7 +364,7 @@ def main(argv=None):
     p.add_argument("--max_turns", type=positive(int), default=5, help="replies a dialogue (default: %(default)s, as the laptop preset trains; the full protocol has 8)")
     p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply, its thoughts included (default: %(default)s)")
     p.add_argument("--memory", default="none", metavar="none|FILE", help="what the policy is told of earlier talks with each person, data/memories.jsonl, where it was trained with it (default: %(default)s)")
-    p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply; the user and later turns don't see it")
+    add_template_flags(p)
     p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
@@ -377,7 +382,7 @@ def main(argv=None):
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
         saved = read_json(config)
         whole = lambda x: type(x) is int and x > 0
-        good = {"dynamics": lambda x: x in list(DYNAMICS), "think": lambda x: isinstance(x, bool), "max_turns": whole, "max_new_tokens": whole, "max_tokens": whole,
+        good = {"dynamics": lambda x: x in list(DYNAMICS), "template": lambda x: x in TEMPLATES, "max_turns": whole, "max_new_tokens": whole, "max_tokens": whole,
                 "temperature": lambda x: type(x) in (int, float) and 0 <= x < math.inf, "init": lambda x: isinstance(x, str)}
         if wrong := next((name for name in good if name in saved and not good[name](saved[name])), None):
             die(f"{config}: field '{wrong}': {json.dumps(saved[wrong])[:40]} is not what a training script writes; mend it, or give {args.model}/best and the flags")

@@ -10,11 +10,13 @@ together here as ids, because templates add a default system prompt (Qwen2.5) or
 
     python rollout.py show [--model smollm2-135m] [--scenario ID]     play one dialogue, trained tokens in green
 """
+import argparse
 import re
 from dataclasses import dataclass, field
 
 import torch
 
+from emotions import EDF, LABELS, read_perceptions, regulate
 from model import Cache, append, sample
 from rundir import Flags, die, positive
 from weights import load, pick_device, pick_dtype
@@ -22,6 +24,11 @@ from weights import load, pick_device, pick_dtype
 AFTER = 256                                                # tokens of a user's last line that Episode.beyond keeps, for a critic to read
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
 THINK = SYSTEM + " Before each answer write a short plan for it between <think> and </think>: what they feel, what they need. They will not see it."
+PERCEIVE = SYSTEM + " Before each answer you name in brackets what they feel, and are told in brackets what the answer aims at. They will not see either."
+FELT = 8                                                   # tokens that the name of a feeling may take
+ASKED = {"none": SYSTEM, "think": THINK, "edf": PERCEIVE}
+TEMPLATES = tuple(ASKED)
+SPAN = re.compile(r"\[\s*(feeling|aim)\b", re.I)           # how a bracket of --template edf begins
 
 
 # ---------------------------------------------------------------------------------------------- chat pieces
@@ -30,12 +37,16 @@ class Chat:
 
     eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot (and, with think, the pair
     <think> </think>), ids beyond the tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain
-    text, so that "<|im_start|>" in it is just characters. think: replies begin with a block that nobody hears. memories: scenario id -> what the
-    policy is told of earlier talks with this person.
+    text, so that "<|im_start|>" in it is just characters. memories: scenario id -> what the policy is told of earlier talks with this person.
+    template: "none"; "think", replies begin with a block that nobody hears; "edf", perceive, regulate, respond (methods.md 10, our reconstruction): the policy names the feeling, the
+    environment answers with an aim (emotions.regulate), and the reply is written towards the aim by a policy that no longer sees the name. perceived: what emotions.read_perceptions
+    gives, in place of what the policy would name.
     """
-    def __init__(self, tokenizer, vocab, system=None, think=False, memories=None):
-        self.tokenizer, self.think, self.memories = tokenizer, think, memories or {}
-        self.role = system or (THINK if think else SYSTEM)
+    def __init__(self, tokenizer, vocab, system=None, template="none", memories=None, perceived=None):
+        assert template in TEMPLATES, template
+        self.tokenizer, self.template, self.memories, self.perceived = tokenizer, template, memories or {}, perceived
+        self.hides, think = template != "none", template == "think"       # hides: a turn is a training row, or two, of its own
+        self.role = system or ASKED[template]
         names = tokenizer.get_vocab()
         # split_special_tokens leaves added tokens that aren't "special" whole; so such a string is cut after its first character
         added = [t.content for t in tokenizer.added_tokens_decoder.values() if len(t.content) > 1]
@@ -54,6 +65,8 @@ class Chat:
         self.reply = [self.start] + self.plain("assistant\n")
         if "<think>" in names and not think:               # Qwen3: an empty think block is its own way of answering without one
             self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
+        self.ask, self.aims = self.plain("[feeling:"), {name: self.plain(f"[aim: {aim['words']}]\n") for name, aim in EDF["aims"].items()}
+        self.extra = max(len(self.ask) + FELT, *map(len, self.aims.values())) if template == "edf" else 0      # tokens of a turn beside the reply
 
     def plain(self, text):
         """Ids of text in which special and added tokens (<|im_end|>, <think>, <tool_call>) are mere characters."""
@@ -87,13 +100,22 @@ class Chat:
 
         Think: what follows the last </think>; the form is one block, at the start, and something after it. An open block is not heard at all.
         Example: "<think>sad</think>Oh no." -> ("Oh no.", True); "Oh no." -> ("Oh no.", False); "<think>sad" -> ("", False).
+        Edf: what precedes the first bracket of that kind, of which a reply should have none: "Oh no. [aim: calm]" -> ("Oh no.", False).
         """
         text = self.text(ids)
-        if not self.think:
+        if self.template == "edf":
+            said = SPAN.split(text)[0].strip()
+            return said, bool(said) and said == text
+        if self.template == "none":
             return text, True
         before, closed, after = text.rpartition("</think>")
         said = (after if closed else text).partition("<think>")[0].strip()
         return said, bool(closed and said and before.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1)
+
+    def felt(self, ids):
+        """Sampled ids after "[feeling:" -> the label, or "": it must be one of the seven and nothing else, ended by the policy itself."""
+        label = self.text(ids).lower()
+        return label if label in LABELS and ids[-1] == self.eot else ""
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -131,7 +153,8 @@ class Episode:
     turns: list = field(default_factory=list)              # UserTurn after each reply
     replies: list = field(default_factory=list)
     cuts: list = field(default_factory=list)               # reply hit its token budget
-    malformed: list = field(default_factory=list)          # reply lacked the think block that was asked for
+    malformed: list = field(default_factory=list)          # reply lacked the think block that was asked for, or was no feeling's name and a clean reply
+    perceived: list = field(default_factory=list)          # with --template edf: (label, or "" where it could not be read, and the aim), for each reply
     plans: list = field(default_factory=list)              # with think blocks, what was in them: for a judge, never for a user
     beyond: list = field(default_factory=list)             # ids up to the next reply that never was, where the dialogue was truncated
     asides: list = field(default_factory=list)             # where asked for: what the policy said aside, as text, after the user's line of each turn
@@ -145,7 +168,7 @@ class Episode:
 
     @property
     def outcome(self):
-        """What the dialogue was worth, 0..100: its last emotion, or 0 where a think block was malformed."""
+        """What the dialogue was worth, 0..100: its last emotion, or 0 where a reply was malformed."""
         return 0 if any(self.malformed) else self.emotion
 
     @property
@@ -155,11 +178,27 @@ class Episode:
 
 
 # ---------------------------------------------------------------------------------------------- the loop
+def add_template_flags(p):
+    p.add_argument("--template", default="none", choices=TEMPLATES, help="what precedes a reply, unheard: none; think, a plan in <think>...</think>; edf, the feeling's name, by which the environment sets the aim that the "
+                   "reply is written to. Each turn is a training row of its own, what lacks the form gives reward 0 (default: %(default)s)")
+    p.add_argument("--think", dest="template", action="store_const", const="think", default=argparse.SUPPRESS, help="short for --template think")
+    p.add_argument("--perception", default="model", metavar="model|FILE", help="with --template edf: who names the feeling, the policy, or rows of scenario, turn, label, confidence in a .jsonl, as a speech-emotion model would write (default: %(default)s)")
+
+
+def check_template(args, scenarios):
+    """SystemExit on flags that don't go together. -> what Chat takes as `perceived`."""
+    if args.perception == "model":
+        return None
+    if args.template != "edf":
+        die("--perception: is for --template edf; add it")
+    return read_perceptions(args.perception, scenarios)
+
+
 def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
     """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions."""
     if max_tokens > model.config.max_positions:
         die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
-    longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]), s.id)), s.id) for s in scenarios)       # a user that volunteers opens with its first fact
+    longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]), s.id)) + chat.extra, s.id) for s in scenarios)       # a user that volunteers opens with its first fact
     if longest + max_new_tokens > max_tokens:
         die(f"--max_tokens {max_tokens} does not hold the opening of {name} ({longest} tokens) and one reply ({max_new_tokens}); raise it")
 
@@ -178,6 +217,22 @@ def aside(model, chat, cache, begun, max_new_tokens, first=None):
     return [chat.text(a if a == [chat.eot] else a + b) for a, b in zip(begins, goes_on)]
 
 
+def perceive(model, chat, cache, hidden, who, temperature, states=None, **how):
+    """--template edf, before a reply: the policy names the feeling, the cache is wound back, and the environment writes the aim in its place. hidden: (B, D) after the context, used where
+    nothing is written; who: (scenario id, turn from 0) of each row. -> list of (label or "", aim, ids, log-probs; both empty where it was handed in), and hidden (B, D) after the aims."""
+    if chat.template != "edf":
+        return [None] * len(who), hidden
+    before = cache.n.clone()
+    if chat.perceived is None:
+        tokens, logps = sample(model, cache, append(model, cache, [chat.ask] * len(who)), [FELT] * len(who), {chat.eot}, chat.banned.to(cache.n.device), temperature, states=states, **how)
+        cache.n.copy_(before)
+        out = [(label, regulate(label), *sampled) for label, *sampled in zip(map(chat.felt, tokens), tokens, logps)]
+    else:
+        known = [chat.perceived[s][max(t for t in chat.perceived[s] if t <= turn + 1)] for s, turn in who]
+        out = [(label, regulate(label, confidence), [], []) for label, confidence in known]
+    return out, append(model, cache, [chat.aims[aim] for _, aim, *_ in out])
+
+
 @torch.no_grad()
 def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, max_tokens=1024, temperature=1.0, generator=None, progress=None, keep_states=False, probe=None):
     """Play len(jobs) x copies dialogues to their end. jobs: list of (scenario, state). -> list[Episode], the copies of a job adjacent.
@@ -185,8 +240,8 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
     `users` is the population: users.prepare(jobs), once; users.start(scenario, state) -> a user with .opening and .emotion; and
     users.respond(list of users, replies, cuts) -> list[UserTurn], all live dialogues in one call.
     A dialogue ends when its user ends it, after max_turns replies, or when another turn might not fit into max_tokens
-    tokens. With chat.think each turn is a row of its own: earlier thoughts leave the context, the cache is wound back to before the reply and
-    reads on with what was heard. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
+    tokens. With chat.hides each turn is a row of its own (two with --template edf: the feeling's name, the reply): earlier thoughts leave the context, the cache is wound back to before
+    the reply and reads on with what was heard. The prompt of a group is computed once and its cache row copied. progress: a tqdm bar over jobs x copies x max_turns replies; one that isn't
     needed any more counts as made. keep_states: fill Episode.states, which sampling has computed anyway, for a critic on the policy's trunk;
     (policy tokens x D) numbers in all: 12 MB for 64 dialogues of SmolLM2-135M. probe: (text, tokens) or (text, tokens, first), as aside() has them, after each turn, the last one included, for
     Episode.asides; it enters no row and no later context. A turn whose user failed has none.
@@ -210,20 +265,31 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
         index = torch.arange(len(jobs), device=device).repeat_interleave(copies)
         cache, hidden = cache.rows(index), hidden[index]                                              # (G * K, ...)
     for turn in range(max_turns):
-        before, states = cache.n.clone(), [] if keep_states else None
+        before, states, felt_states = cache.n.clone(), [] if keep_states else None, [] if keep_states else None
+        felt, hidden = perceive(model, chat, cache, hidden, [(e.scenario.id, turn) for e, _ in talks], temperature, felt_states, generator=generator)
         tokens, logps = sample(model, cache, hidden, [max_new_tokens] * len(talks), {chat.eot}, banned, temperature, generator=generator, states=states)
         replies, formed = zip(*map(chat.heard, tokens))
         cuts = [t[-1] != chat.eot for t in tokens]
-        if chat.think:
+        if chat.hides:
             cache.n.copy_(before)                          # slot == position: what was sampled is overwritten by what was heard
         answers = users.respond([user for _, user in talks], replies, cuts)
         keep, chunks, cut, cut_chunks = [], [], [], []
         for i, ((e, _), answer) in enumerate(zip(talks, answers)):
             row = e.rows[-1]
-            context = list(row.ids) if chat.think else None
+            context = list(row.ids) if chat.hides else None
+            if felt[i]:
+                label, aim, ids, logp = felt[i]
+                e.perceived.append((label, aim))
+                if ids:
+                    row.environment(chat.ask)
+                    row.policy(ids, logp, turn)
+                    e.states += [felt_states[i]] if keep_states else []
+                    e.rows.append(row := Row())
+                    row.environment(context)
+                row.environment(chat.aims[aim])
             row.policy(tokens[i], logps[i], turn)
-            e.malformed.append(not formed[i])
-            e.plans += [chat.text(tokens[i]).partition("<think>")[2].partition("</think>")[0]] if chat.think else []
+            e.malformed.append(not formed[i] or bool(felt[i]) and not felt[i][0])
+            e.plans += [chat.text(tokens[i]).partition("<think>")[2].partition("</think>")[0]] if chat.template == "think" else []
             e.turns.append(answer)
             e.replies.append(replies[i])
             e.cuts.append(cuts[i])
@@ -231,7 +297,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
             # a reply that was cut off is closed by the environment, untrained
             between = ([chat.eot] if cuts[i] else []) + chat.between(answer.text)
             chunk = tokens[i][-1:] + between               # the last sampled id was not fed yet
-            if chat.think:
+            if chat.hides:
                 between = chunk = chat.plain(replies[i]) + [chat.eot] + chat.between(answer.text)
             else:
                 context = row.ids
@@ -241,7 +307,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 e.finish = answer.why
             elif turn + 1 == max_turns:
                 e.finish = "max_turns"
-            elif len(context) + len(between) + max_new_tokens > max_tokens:
+            elif len(context) + len(between) + chat.extra + max_new_tokens > max_tokens:
                 e.finish = "max_tokens"
             if e.truncated:
                 e.beyond = context + between[:AFTER]
@@ -252,7 +318,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 cut.append(i)
                 cut_chunks.append(chunk)
             if not e.finish:
-                if chat.think:
+                if chat.hides:
                     e.rows.append(Row())
                     between = context + between
                 e.rows[-1].environment(between)
@@ -333,7 +399,7 @@ def critic_rows(chat, episode, prefix=(), beyond=False):
         for name in ("ids", "mask", "logp", "turn"):
             getattr(rows[-1], name).extend(getattr(real, name))
     if beyond and episode.truncated:
-        if chat.think:                                     # what was thought is no part of the state: a row of its own
+        if chat.hides:                                     # what was thought is no part of the state: a row of its own
             rows.append(Row())
             rows[-1].environment(list(prefix) + episode.beyond)
         else:
@@ -346,7 +412,7 @@ def training_batches(episodes, use, budget, device, read=lambda e: e.rows):
     """The rows of episodes `use` as padded micro-batches within `budget` tokens. Yields ids (B, T), and for its N policy tokens source, target, logp
     (N,) as collate has them, and three lists: the episode, the place among that episode's policy tokens, the turn. read(episode) -> its rows.
 
-    A dialogue that thinks has one row a turn, any other one row in all; places run on from row to row.
+    A dialogue that thinks has a row or two a turn, any other one row in all; places run on from row to row.
     """
     rows = []
     for i in use:
@@ -364,7 +430,8 @@ def training_batches(episodes, use, budget, device, read=lambda e: e.rows):
 def transcript(e, parts=True):
     """A dialogue as text: emotion after each turn, what moved it, and the user's thought."""
     lines = [f"{e.scenario.id} ({e.scenario.intent}){f', {e.state}' if e.state else ''}: {e.start_emotion} -> {e.emotion}, {e.finish}", f"  user      {e.opening}"]
-    for reply, cut, answer in zip(e.replies, e.cuts, e.turns):
+    for t, (reply, cut, answer) in enumerate(zip(e.replies, e.cuts, e.turns)):
+        lines += [f"  perceived {label or '(unreadable)'}, aim: {aim}" for label, aim in e.perceived[t:t + 1]]
         lines.append(f"  policy    {reply}{' [cut off]' if cut else ''}")
         moved = ", ".join(f"{k} {v:+.2f}" for k, v in answer.parts.items() if v) if parts else ""
         lines.append(f"  emotion   {answer.emotion} ({answer.change:+d}){'  ' + moved if moved else ''}")

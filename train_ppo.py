@@ -28,7 +28,7 @@ from curriculum import Curriculum, add_curriculum_flags, read_settings
 from memory import check as check_memory
 from model import Critic, token_logprobs
 from report import training_page
-from rollout import AFTER, Chat, check_budget, critic_rows, marked, rollout, training_batches, transcript
+from rollout import AFTER, Chat, add_template_flags, check_budget, check_template, critic_rows, marked, rollout, training_batches, transcript
 from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
@@ -64,7 +64,7 @@ p.add_argument("--groups", type=positive(int), help="* G, scenarios a step")
 p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each scenario; 1 is enough: the critic is the baseline")
 p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
 p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply, its thoughts included")
-p.add_argument("--think", action="store_true", help="ask for a plan in <think>...</think> before each reply: nobody hears it, each turn is a training row of its own, a missing block gives reward 0")
+add_template_flags(p)
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
@@ -245,7 +245,7 @@ def warm_up(args, model, critic, optimizer, chat, episodes, b):
             continue
         if critic.own is None and use:                     # the policy's trunk doesn't move: its states are those of the rollout
             episode, place = b["mask"].nonzero()[torch.isin(b["mask"].nonzero()[:, 0], torch.tensor(use))].T.tolist()
-            hidden = torch.cat([s for i in use for s in episodes[i].states[:len(episodes[i].turns)]])
+            hidden = torch.cat([s for i in use for s in episodes[i].states[:len(episodes[i].states) - episodes[i].truncated]])
             (args.value_coef * value_loss(args, critic, b, episode, place, hidden).sum() / deciding).backward()     # as in update: Adam remembers the scale
         elif critic.own is not None:
             critic_backward(args, critic, chat, episodes, b, use, deciding, device)
@@ -335,7 +335,7 @@ def main(argv=None):
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
     check_user(args, train + dev + heldout, training=True)
-    memories = check_rewards(args, train + dev + heldout)
+    memories, perceived = check_rewards(args, train + dev + heldout), check_template(args, train + dev + heldout)
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
@@ -356,7 +356,7 @@ def main(argv=None):
         load_demonstrations(args.cold_start)
     source = ranks.in_turn(lambda: resolve(args.model))
     print(f"preset {args.preset} ({'chosen for ' + device.type if 'preset' not in given and not args.resume else 'given'}): {args.model} on {device}, compute {dtype}")
-    init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype))
+    init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype, args.template))
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
@@ -372,7 +372,8 @@ def main(argv=None):
     if args.lora:
         model.add_lora(args.lora, args.seed)
     critic = Critic(model, args.critic == "separate", args.value_bound)
-    chat = Chat(tokenizer, model.config.vocab, think=args.think, memories=memories)
+    how = dict(template=args.template, memories=memories, perceived=perceived)
+    chat = Chat(tokenizer, model.config.vocab, **how)
     users = make_users(args, (model, chat), dtype, device)      # before a checkpoint is loaded: lm:self is the policy before RL
     stack = make_rewards(args, memories, dtype, device)
     prefix = max(len(chat.plain(s.hidden_need)) + 64 for s in train + dev + heldout) if args.critic_sees == "need" else 0
@@ -488,10 +489,10 @@ def main(argv=None):
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), **metrics,
-                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
             if found["malformed"] == 100:
-                print("warning: no reply had its think block, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
+                print(f"warning: no reply had the form of --template {args.template}, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
             if (step + 1) % args.eval_every == 0:
                 score_dev(record)
             clock.append(time.time())
@@ -514,7 +515,7 @@ def main(argv=None):
         if init == source:
             del folders["cold start"]
         try:
-            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, args.think, memories, states=args.curriculum != "no-states", **talk)
+            results = evaluate.closing_table(folders, heldout, args.final_repeats, users, dtype, device, args.seed, how, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -11,26 +11,31 @@ import hashlib
 import inspect
 import json
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from appraisal import DATA
+from emotions import felt_by, regulate
 from model import token_logprobs
-from rollout import SYSTEM, Chat, Row, collate, micro_batches
+from rollout import ASKED, Chat, Row, collate, micro_batches
 from rundir import Flags, die, nonnegative, positive
+from scenarios import load_scenarios
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
+Demonstration = namedtuple("Demonstration", "lines feeling", defaults=["neutral"])
 DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
 def load_demonstrations(path):
-    """[[user line, reply, user line, reply, ...], ...] from JSONL rows {"messages": [{"role", "content"}, ...]}.
+    """[Demonstration([user line, reply, user line, reply, ...], what the user feels), ...] from JSONL rows {"messages": [{"role", "content"}, ...]}.
 
-    Roles alternate, user first, assistant last. SystemExit with file:line: field on the first row that does not fit.
+    Roles alternate, user first, assistant last. The feeling is that of the row's "scenario", where it names one of ours, else neutral. SystemExit with file:line: field on the first row that does not fit.
     """
-    path, dialogues = Path(path), []
+    path, dialogues, feelings = Path(path), [], {s.id: felt_by(s)[0] for s in load_scenarios(DATA / "scenarios.jsonl")}
     if not path.is_file():
         die(f"{path}: no such file of demonstrations")
     try:
@@ -40,7 +45,8 @@ def load_demonstrations(path):
     for number, line in enumerate(lines if lines != [""] else [], 1):
         where = f"{path}:{number}"
         try:
-            messages = json.loads(line)["messages"]
+            row = json.loads(line)
+            messages = row["messages"]
         except json.JSONDecodeError as e:
             die(f"{where}: broken JSON ({e.msg})")
         except (KeyError, TypeError):
@@ -51,29 +57,41 @@ def load_demonstrations(path):
                 die(f"{where}: field 'messages': message {i + 1} must be {{\"role\": \"{role}\", \"content\": some text}}")
         if not isinstance(messages, list) or not messages or len(messages) % 2:
             die(f"{where}: field 'messages': needs a list of user and assistant messages that ends with the assistant's")
-        dialogues.append([m["content"] for m in messages])
+        dialogues.append(Demonstration([m["content"] for m in messages], feelings.get(str(row.get("scenario")), "neutral")))
     if not dialogues:
         die(f"{path}: empty file of demonstrations")
     return dialogues
 
 
-def demonstration_row(chat, lines):
-    """One training row of a dialogue: the supporter's tokens have mask 1, with their end of turn."""
-    row = Row()
-    row.environment(chat.opening(lines[0]))
+def demonstration_rows(chat, lines, feeling="neutral"):
+    """The training rows of a dialogue: the supporter's tokens have mask 1, with their end of turn. One row; with --template edf two a turn, the feeling's name and the reply to its aim,
+    in the pieces that rollout() would put together."""
+    rows = [Row()]
+    rows[-1].environment(chat.opening(lines[0]))
+    def says(text, turn):
+        ids = chat.plain(text) + [chat.eot]
+        rows[-1].policy(ids, [0.0] * len(ids), turn)
     for i in range(1, len(lines), 2):
-        ids = chat.plain(lines[i].strip()) + [chat.eot]
-        row.policy(ids, [0.0] * len(ids), i // 2)
+        context = list(rows[-1].ids)
+        if chat.template == "edf":
+            rows[-1].environment(chat.ask)
+            says(f" {feeling}", i // 2)
+            rows.append(Row())
+            rows[-1].environment(context + chat.aims[regulate(feeling)])
+        says(lines[i].strip(), i // 2)
         if i + 1 < len(lines):
-            row.environment(chat.between(lines[i + 1]))
-    return row
+            if chat.template == "edf":
+                rows.append(Row())
+                rows[-1].environment(context + chat.plain(lines[i].strip()) + [chat.eot])
+            rows[-1].environment(chat.between(lines[i + 1]))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------- the loop
 def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, tokens_per_microbatch=4096):
     """Fits the upper layers to the supporter's replies of all dialogues. -> list of (nats per token) a step. Changes `model` in place."""
     model.train_only_upper(train_layers)
-    losses = fit(model, chat, [demonstration_row(chat, d) for d in dialogues], epochs, lr, batch, seed, tokens_per_microbatch)
+    losses = fit(model, chat, [row for d in dialogues for row in demonstration_rows(chat, *d)], epochs, lr, batch, seed, tokens_per_microbatch)
     model.requires_grad_(True)
     return losses
 
@@ -111,14 +129,14 @@ def fit(model, chat, rows, epochs, lr, batch, seed, tokens_per_microbatch=4096):
     return losses
 
 
-RECIPE = inspect.getsource(imitate) + inspect.getsource(fit) + inspect.getsource(demonstration_row)   # edit these, and the next run makes a new cold start
+RECIPE = inspect.getsource(imitate) + inspect.getsource(fit) + inspect.getsource(demonstration_rows)   # edit these, and the next run makes a new cold start
 
 
-def cold_start(name, file, device, dtype):
+def cold_start(name, file, device, dtype, template="none"):
     """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
-    source = resolve(name)
+    source, made_for = resolve(name), "edf" if template == "edf" else "none"       # there are no plans to imitate: with think the policy starts from plain replies
     stamp = hashlib.sha256()
-    for part in (str(source.resolve()), Path(file).read_bytes(), json.dumps(DEFAULTS), str(dtype), device.type, SYSTEM, RECIPE):
+    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(DEFAULTS), str(dtype), device.type, ASKED[made_for], made_for, RECIPE):
         stamp.update(part if isinstance(part, bytes) else part.encode())
     folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
     if (folder / "config.json").is_file():
@@ -127,7 +145,7 @@ def cold_start(name, file, device, dtype):
     dialogues = load_demonstrations(file)
     print(f"cold start: imitation of {len(dialogues)} dialogues from {file}, once; kept in {folder}")
     model, tokenizer = load(name, dtype, device)
-    imitate(model, Chat(tokenizer, model.config.vocab), dialogues, **DEFAULTS)
+    imitate(model, Chat(tokenizer, model.config.vocab, template=made_for), dialogues, **DEFAULTS)
     save(model, tokenizer, folder)
     return folder
 
@@ -144,6 +162,7 @@ def main():
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
     p.add_argument("--seed", type=nonnegative(int), default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
+    p.add_argument("--template", default="none", choices=["none", "edf"], help="edf: imitate the feeling's name before each reply too, and the reply to its aim (default: %(default)s)")
     args, _ = p.parse()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -155,8 +174,8 @@ def main():
     resolve(args.model)
     began = time.time()
     model, tokenizer = load(args.model, dtype, device)
-    print(f"{args.model} on {device}, compute {dtype}; {len(dialogues)} dialogues, {sum(len(d) // 2 for d in dialogues)} replies")
-    losses = imitate(model, Chat(tokenizer, model.config.vocab), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
+    print(f"{args.model} on {device}, compute {dtype}; {len(dialogues)} dialogues, {sum(len(d.lines) // 2 for d in dialogues)} replies")
+    losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
     save(model, tokenizer, args.out)
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {args.out}")
     print(f"next: python evaluate.py run --model {args.out}")

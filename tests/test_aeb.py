@@ -171,7 +171,7 @@ def test_a_user_that_failed_or_left_by_itself_is_left_alone():
 @pytest.fixture
 def thinking(tiny_chat):
     model, chat = tiny_chat
-    return model, Chat(chat.tokenizer, 259, think=True)
+    return model, Chat(chat.tokenizer, 259, template="think")
 
 
 @pytest.mark.parametrize("think,max_tokens,temperature,turns", [(False, 4000, 0.9, 5), (True, 4000, 0.9, 2), (False, 520, 0.9, 4), (False, 4000, 0, 3)])

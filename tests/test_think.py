@@ -20,7 +20,7 @@ from test_train_ppo import gradient, judge, settings
 @pytest.fixture
 def thinking(tiny_chat):
     model, chat = tiny_chat
-    return deepcopy(model), Chat(chat.tokenizer, 259, think=True)
+    return deepcopy(model), Chat(chat.tokenizer, 259, template="think")
 
 
 @pytest.mark.parametrize("text,heard,formed", [
@@ -52,7 +52,7 @@ def test_the_pair_may_be_sampled_and_the_header_is_open(tiny_folder):
     _, tokenizer = load(tiny_folder)
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     names, vocab = tokenizer.get_vocab(), len(tokenizer)
-    think, plain = Chat(tokenizer, vocab, think=True), Chat(tokenizer, vocab)
+    think, plain = Chat(tokenizer, vocab, template="think"), Chat(tokenizer, vocab)
     for t in ("<think>", "</think>"):
         assert not think.banned[names[t]] and plain.banned[names[t]] and names[t] not in think.reply and names[t] in plain.reply
     assert think.heard([names["<think>"]] + think.plain("sad") + [names["</think>"]] + think.plain("Oh.") + [think.eot]) == ("Oh.", True)

@@ -6,7 +6,7 @@ import torch
 
 import train_sft
 from conftest import ROOT
-from train_sft import cold_start, demonstration_row, imitate, load_demonstrations
+from train_sft import cold_start, demonstration_rows, imitate, load_demonstrations
 from weights import load
 
 DATA = ROOT / "data" / "demonstrations.jsonl"
@@ -28,7 +28,7 @@ def test_our_demonstrations_are_what_the_readme_says():
 def test_the_supporter_is_trained_and_the_user_is_not(tiny_chat):
     """Pitfalls 1 and 2, for imitation: the mask decodes to the supporter's words, each with its end of turn."""
     _, chat = tiny_chat
-    row = demonstration_row(chat, ["I lost it.", "Tell me more.", "It was red.", "A red one."])
+    [row] = demonstration_rows(chat, ["I lost it.", "Tell me more.", "It was red.", "A red one."])
     trained = [i for i, m in zip(row.ids, row.mask) if m]
     assert chat.tokenizer.decode(trained) == "Tell me more.<|im_end|>A red one.<|im_end|>"
     assert [t for t in row.turn if t >= 0] == [0] * (len("Tell me more.") + 1) + [1] * (len("A red one.") + 1)
@@ -36,7 +36,7 @@ def test_the_supporter_is_trained_and_the_user_is_not(tiny_chat):
 
 def test_it_learns_by_heart_and_repeats_itself_bit_for_bit(tiny_folder, tiny_chat):
     _, chat = tiny_chat
-    dialogues = [["hello", "yes yes", "really", "yes yes"]] * 4
+    dialogues = [(["hello", "yes yes", "really", "yes yes"],)] * 4
     results = []
     for _ in range(2):
         model, _ = load(tiny_folder)
@@ -48,7 +48,7 @@ def test_it_learns_by_heart_and_repeats_itself_bit_for_bit(tiny_folder, tiny_cha
 
 def test_pitfall_17_micro_batches_change_nothing(tiny_folder, tiny_chat):
     _, chat = tiny_chat
-    dialogues = [["hello", "yes yes"], ["well", "a much longer reply than the other", "and", "so"]]
+    dialogues = [(["hello", "yes yes"],), (["well", "a much longer reply than the other", "and", "so"],)]
     one, two = ([imitate(m, chat, dialogues, 3, 0.01, 2, 0, 0, tokens_per_microbatch=budget), m.state_dict()] for budget in (10 ** 6, 1) for m in [load(tiny_folder)[0]])
     assert max(abs(a - b) for a, b in zip(one[0], two[0])) < 1e-4
 
