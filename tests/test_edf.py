@@ -71,7 +71,8 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
             text += piece if piece != "SECRET " or depth else ""
         made.append(text)
         return text
-    heard, (_, chat) = [], perceiving
+    heard, (model, chat) = [], perceiving
+    monkeypatch.setattr(module, "append", lambda model, cache, chunks: torch.zeros(len(chunks), model.config.width))       # what it says is made up, so nothing has to be computed
     real = ScriptedUsers.respond
     monkeypatch.setattr(ScriptedUsers, "respond", lambda self, users, replies, cuts: heard.extend(replies) or real(self, users, replies, cuts))
     while len(made) < 1000:
