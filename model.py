@@ -319,25 +319,31 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     One uniform number a token, drawn up front, picks the token by inverse CDF: no RNG in the loop, and a row's tokens do
     not depend on which other rows are alive. Finished flags are read back every `check_every` tokens (the only host
     sync of the loop); then rows that still talk are moved to the front and the others cost nothing more.
+
+    CUDA: launching a step's kernels one by one takes longer than running them, so a step is recorded once (torch.cuda.CUDAGraph) and replayed. A recording holds one number of rows
+    and of cache slots; rows are retired in powers of two, so that there are few. It lives in one call, where weights don't change; it costs about three steps.
     """
     B, device, longest = len(budgets), cache.n.device, max(budgets)
-    end = int(cache.n.max()) + longest
-    assert end <= model.config.max_positions, f"{end} tokens, but the model knows {model.config.max_positions} positions"
-    cache.reserve(end + 1)
+    start = int(cache.n.max())
+    assert start + longest <= model.config.max_positions, f"{start + longest} tokens, but the model knows {model.config.max_positions} positions"
+    record = device.type == GRAPHS["device"]
+    cache.reserve(start + longest + 1)
     budget = torch.tensor(budgets, device=device)
     stops = torch.tensor(sorted(stop_ids), device=device)
     uniform = torch.rand(B, longest, generator=generator).to(device)
     tokens = torch.zeros(B, longest, dtype=torch.long, device=device)
     logprobs = torch.zeros(B, longest, device=device)
     count = torch.zeros(B, dtype=torch.long, device=device)
-    cache.top = end - longest
+    cache.top = start
     order = list(range(B))                                 # order[place] = row; the first len(live) places are being decoded
     live, view = torch.arange(B, device=device), cache     # live: rows at those places
-    going = torch.ones(B, dtype=torch.bool, device=device)
+    going, token, hidden = torch.ones(B, dtype=torch.bool, device=device), torch.zeros_like(live), hidden.clone()
+    at = torch.zeros(1, dtype=torch.long, device=device)   # t, where a replayed step can count it
     seen = None if states is None else hidden.new_zeros(B, longest, hidden.shape[1])
-    for t in range(longest):
+
+    def draw():                                            # everything in place: a recording knows tensors by their address
         if seen is not None:
-            seen[live, t] = hidden
+            seen[live, at] = hidden
         logits = model.logits(hidden)                                                                 # (R, V)
         if banned is not None:
             logits.masked_fill_(banned, float("-inf"))
@@ -345,42 +351,79 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
             logits /= temperature
         lse = logits.logsumexp(-1, keepdim=True)                                                      # (R, 1)
         if temperature == 0:
-            token = logits.argmax(-1)
+            token.copy_(logits.argmax(-1))
         else:
             kept = truncate(logits, top_k, top_p)
             cdf = (kept - lse).exp_().cumsum(-1)                                                      # (R, V)
             total = cdf[:, -1:].contiguous()
-            below = torch.minimum(uniform[live, t, None] * total, total.nextafter(torch.zeros_like(total)))   # < total: never past the last allowed id
-            token = torch.searchsorted(cdf, below, right=True)[:, 0]
-        tokens[live, t] = token
-        logprobs[live, t] = (logits.gather(1, token[:, None]) - lse)[:, 0]
+            below = torch.minimum(uniform[live, at][:, None] * total, total.nextafter(torch.zeros_like(total)))   # < total: never past the last allowed id
+            token.copy_(torch.searchsorted(cdf, below, right=True)[:, 0])
+        tokens[live, at] = token
+        logprobs[live, at] = (logits.gather(1, token[:, None]) - lse)[:, 0]
         count[live] += going.long()
-        going = going & ~torch.isin(token, stops) & (t + 1 < budget[live])
-        if t + 1 == longest:
-            break
-        if (t + 1) % check_every == 0:
+        going.logical_and_(~torch.isin(token, stops) & (at + 1 < budget[live]))
+        at.add_(1)
+
+    def step():
+        # a finished row keeps writing garbage to its slot n, which nobody sees: its n stays
+        hidden.copy_(model(token[:, None], view, going.long())[:, 0])                                 # (R, D)
+        draw()
+
+    draw()
+    t, graph = 0, None
+    for t in range(1, longest):
+        if t % check_every == 0:
             alive = going.tolist()
             if not any(alive):
                 break
-            if sum(alive) <= 0.75 * len(alive):
+            size = 1 << (sum(alive) - 1).bit_length() if record else sum(alive)
+            if size <= (0.5 if record else 0.75) * len(alive):
                 places = [p for p, a in enumerate(alive) if a] + [p for p, a in enumerate(alive) if not a]
-                cache.top = max(cache.top, view.top)
+                cache.top = start + t
                 cache.permute(places + list(range(len(alive), B)))
                 order[:len(alive)] = [order[p] for p in places]
-                index = torch.tensor(places[:sum(alive)], device=device)
-                token, live, going, view = token[index], live[index], going[index], cache.first(sum(alive))
-        # a finished row keeps writing garbage to its slot n, which nobody sees: its n stays
-        hidden = model(token[:, None], view, going.long())[:, 0]                                      # (R, D)
+                index = torch.tensor(places[:size], device=device)
+                token, live, going, hidden, view, graph = token[index], live[index], going[index], hidden[index], cache.first(size), None
+        view.top = (start + longest if record else start + t) - 1      # recorded: a mask over all slots that will be there
+        if graph is not None:
+            graph.replay()
+        elif record and longest - t > 16:
+            graph = recorded(step)
+            record = graph is not None
+        else:
+            step()
     back = [0] * B
     for place, row in enumerate(order):
         back[row] = place
-    cache.top = max(cache.top, view.top)
+    cache.top = start + t + 1
     cache.permute(back)
     count = count.tolist()
     if seen is not None:
         states += [s[:n] for s, n in zip(seen, count)]
     rows_t, rows_l = tokens.tolist(), logprobs.tolist()
     return [r[:n] for r, n in zip(rows_t, count)], [r[:n] for r, n in zip(rows_l, count)]
+
+
+GRAPHS = {"device": "cuda", "pool": None}                  # device: where steps are recorded, None once that failed; pool: the memory that recordings share, one after the other
+
+
+def recorded(step):
+    """Runs step() once, on a stream of its own as recording wants it, then records it without running. -> the CUDAGraph, or None and one printed line where this machine can't."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    try:
+        GRAPHS["pool"] = GRAPHS["pool"] or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=GRAPHS["pool"]):
+            step()
+        return graph
+    except RuntimeError as e:
+        GRAPHS["device"] = None
+        print(f"CUDA graphs are off, decoding goes on without: {str(e).splitlines()[0]}", flush=True)
+        return None
 
 
 def truncate(logits, top_k=0, top_p=1.0):

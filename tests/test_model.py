@@ -1,9 +1,11 @@
 """The network, the cache, sampling and log-probs against transformers, closed forms and brute force."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import model as model_module
 from conftest import hf_model, ours
 from linear import KEPT
 from model import Cache, append, generate, sample, token_logprobs, truncate
@@ -78,6 +80,52 @@ def test_dropping_finished_rows_changes_no_token(tiny):
             hidden = append(tiny, cache, [first[r][-1:] + [50, 51] for r in keep])
             out.append((first, sample(tiny, cache, hidden, [9, 9, 9, 9], {2}, temperature=0, check_every=check)[0], cache.n.tolist()))
         assert out[0] == out[1] == out[2]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_a_recorded_step_gives_the_tokens_of_a_stepwise_one(tiny, temperature, monkeypatch):
+    """What CUDA graphs rely on, without a GPU: a step reads and writes the same memory each time, under one number of rows and slots, and rows retire in powers of two."""
+    prompts, budgets, recordings = [[i + 3, i + 4] + [7] * (i % 5) for i in range(11)], [60, 33, 3, 40, 2, 60, 24, 60, 9, 9, 1], []
+
+    def recorded(step):
+        step()
+        cells = lambda f: {name: cell.cell_contents for name, cell in zip(f.__code__.co_freevars, f.__closure__)}
+        held = lambda: cells(step) | cells(cells(step)["draw"])
+        places = lambda: {name: (x.data_ptr(), x.shape) if torch.is_tensor(x) else (x.k.data_ptr(), x.v.data_ptr(), x.n.data_ptr(), x.k.shape, x.top) for name, x in held().items() if torch.is_tensor(x) or isinstance(x, Cache)}
+        then, size = places() | {"view": (*places()["view"][:-1], places()["view"][-1] - 1)}, len(held()["token"])
+        recordings.append(size)
+
+        def replay():
+            assert places() == then
+            step()
+        return SimpleNamespace(replay=replay)
+
+    def run():
+        cache, states = Cache(tiny, 11, 128), []
+        hidden = append(tiny, cache, prompts)
+        tokens, logps = sample(tiny, cache, hidden, budgets, {2, 3}, temperature=temperature, check_every=4, states=states, generator=torch.Generator().manual_seed(5))
+        more, _ = sample(tiny, cache, append(tiny, cache, [t[-1:] for t in tokens]), [5] * 11, {2}, temperature=0)
+        return tokens, logps, states, more, cache.n.tolist()
+    tokens, logps, states, more, n = run()
+    monkeypatch.setattr(model_module, "recorded", recorded)
+    monkeypatch.setitem(model_module.GRAPHS, "device", "cpu")
+    again = run()
+    assert (tokens, more, n) == (again[0], again[3], again[4]) and recordings[0] == 11 and len(recordings) > 1 and all(r in (1, 2, 4, 8) for r in recordings[1:])
+    assert all(torch.allclose(torch.tensor(a), torch.tensor(b), atol=1e-5) for a, b in zip(logps, again[1])) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(states, again[2]))
+
+
+def test_a_recording_that_fails_is_done_without(tiny, monkeypatch, capsys):
+    def run():
+        cache = Cache(tiny, 2, 64)
+        return sample(tiny, cache, append(tiny, cache, [[5, 6], [7]]), [30, 30], set(), temperature=0)[0]
+    want = run()
+
+    def recorded(step):
+        step()
+        model_module.GRAPHS["device"] = None
+    monkeypatch.setattr(model_module, "recorded", recorded)
+    monkeypatch.setitem(model_module.GRAPHS, "device", "cpu")
+    assert run() == want == run()
 
 
 def test_sharing_the_prompt_changes_nothing(tiny):
