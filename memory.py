@@ -3,7 +3,7 @@ What a training run will hold in memory, from shapes alone, before any weights a
 
 Two moments count: sampling (weights, their fast copies, the cache of all live dialogues, logits of one token each) and the update (weights, gradients, and what the backward
 pass needs of one micro-batch). Adam's two moments are there in both. Formulas are of our own network (model.py): a test counts what autograd really keeps.
-Left out on purpose: the allocator's slack (add 10-15 %), tokenizer and users.
+Two ways to hold less live here as well: micro-batches that fit, and Adam on the host. Left out on purpose: the allocator's slack (add 10-15 %), tokenizer and users.
 """
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from linear import Linear
 from model import Policy
-from rundir import die
+from rundir import die, positive
 from weights import config_of, read_config
 
 
@@ -25,8 +25,9 @@ def kept_per_token(c, b, checkpointed=False):
     return block + ((4 + b) * (q + kv) + 4 * (c.heads + c.kv_heads) if c.arch == "qwen3" else 0)
 
 
-def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False):
-    """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: copies more (a reference)."""
+def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False, offload=False):
+    """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: copies more (a reference);
+    offload: Adam's moments are on the host."""
     b = 2 if dtype == torch.bfloat16 else 4
     with torch.device("meta"):
         model = Policy(c)
@@ -36,7 +37,7 @@ def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, po
     adapters = sum(lora * (m.in_features + m.out_features) for block in blocks for m in block.modules() if isinstance(m, Linear)) if lora else 0
     parameters, trained = count(model.parameters()), adapters or count(p for p in model.parameters() if p.requires_grad)
     copies = b * parameters if device.type == "cpu" or b == 2 else 0                                  # laid out for the CPU, or cast
-    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen), "copies to sample with": copies, "Adam": 8 * trained * policies}
+    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen), "copies to sample with": copies, "Adam": 0 if offload and device.type != "cpu" else 8 * trained * policies}
     sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab}
     depth = len(blocks) if checkpointed else 0
     update = {"gradients": 4 * trained * policies, "casts": b * trained if b == 2 else 0,
@@ -64,12 +65,64 @@ def available(device):
 
 
 def check(folder, dtype, device, **shape):
-    """Prints the plan of the model in `folder` (or .gguf); SystemExit where it is more than there is, with what to change."""
+    """Prints the plan of the model in `folder` (or .gguf); SystemExit where it is more than there is, with what to change. -> tokens of a micro-batch: shape's micro_tokens, or for "auto"
+    as many as fit beside the rest in 80 % of what is free, at least one whole dialogue, at most 32768 (4096 on a CPU, where more is no faster)."""
     c = read_config(config_of(Path(folder)))
-    p, free, gb = plan(c, dtype, device, **shape), available(device), 1e9
+    free, gb, most = available(device), 1e9, 4096 if device.type == "cpu" else 32768
+    if shape["micro_tokens"] == "auto":
+        full = plan(c, dtype, device, **{**shape, "micro_tokens": most})
+        each = full["update"]["activations"] / most
+        rest = sum(full["always"].values()) + sum(full["update"].values()) - each * most
+        shape["micro_tokens"] = max(min(int((0.8 * free - rest) / each) if free else most, most), shape["max_tokens"])
+        print(f"micro-batches of {shape['micro_tokens']} tokens, by the plan")
+    p = plan(c, dtype, device, **shape)
     text = lambda part: ", ".join(f"{name} {x / gb:.1f}" for name, x in part.items() if x / gb >= 0.05)
     print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; about {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
     if free and peak(p) > free:
         hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower, or --checkpoint_layers"]
+        hints += ["--offload_optimizer"] * (device.type != "cpu" and not shape.get("offload") and not shape["lora"])
         hints += ["--lora 16"] * (not shape["lora"]) + ["--critic shared"] * (shape.get("policies", 1) > 1) + ["a smaller --model"]
         die(f"this run needs about {peak(p) / gb:.1f} GB and {free / gb:.1f} are free on {device}; try {', '.join(hints)}")
+    return shape["micro_tokens"]
+
+
+def tokens_or_auto(text):
+    """argparse type: a number of tokens above zero, or "auto"."""
+    return text if text == "auto" else positive(int)(text)
+
+
+def adamw(groups, offload=False, **how):
+    """AdamW as both training scripts use it, on the device or on the host."""
+    return (HostAdamW if offload else torch.optim.AdamW)(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True, **how)
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose moments and arithmetic are the host's: 8 bytes a trained weight less on the device (and 4 more on the host, its copy of the weights). A step carries the gradients down and
+    the weights up, 4 bytes a weight each way; with a few optimiser steps to minutes of sampling that is little."""
+    def __init__(self, groups, **how):
+        groups = [g if isinstance(g, dict) else {"params": g} for g in (groups if isinstance(groups[0], dict) else [groups])]
+        self.device_weights = [p for g in groups for p in g["params"]]
+        super().__init__([{**g, "params": [torch.nn.Parameter(p.detach().cpu().clone()) for p in g["params"]]} for g in groups], **how)
+
+    def pairs(self):
+        return zip(self.device_weights, (p for g in self.param_groups for p in g["params"]))
+
+    @torch.no_grad()
+    def step(self):
+        for theirs, mine in self.pairs():
+            mine.grad = None if theirs.grad is None else theirs.grad.to("cpu")
+        super().step()
+        for theirs, mine in self.pairs():
+            theirs.copy_(mine)
+            mine.grad = None
+
+    def zero_grad(self, set_to_none=True):
+        for theirs, _ in self.pairs():
+            theirs.grad = None
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """After the weights themselves were loaded: the host's copies follow them."""
+        super().load_state_dict(state)
+        for theirs, mine in self.pairs():
+            mine.copy_(theirs)

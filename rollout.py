@@ -12,6 +12,7 @@ together here as ids, because templates add a default system prompt (Qwen2.5) or
 """
 import argparse
 import re
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -343,6 +344,46 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
         for row in e.rows:
             assert len(row.ids) == len(row.mask) == len(row.logp) == len(row.turn), "ids, mask, logp and turn are aligned"
     return episodes
+
+
+def overlapped(model, chat, users, jobs, copies=1, generator=None, progress=None, **how):
+    """rollout() in two halves that take turns: while the users of one half think, which for a served user is waiting, the other half decodes. -> list[Episode], as rollout() has it.
+
+    Each half draws from a generator of its own, so that what is said does not depend on who waited for whom. An error of either half is raised once both have ended."""
+    lock, out, seeds = threading.Lock(), [None, None], torch.randint(2 ** 62, (2,), generator=generator).tolist()
+
+    class Waiting:                                         # the users, but for the device being the other half's while they think
+        def __getattr__(self, name):
+            return getattr(users, name)
+
+        def respond(self, *said):
+            lock.release()
+            try:
+                return users.respond(*said)
+            finally:
+                lock.acquire()
+
+    def half(which, part):
+        try:
+            with lock:
+                out[which] = rollout(model, chat, Waiting(), part, copies, generator=torch.Generator().manual_seed(seeds[which]), progress=progress, **how)
+        except BaseException as e:
+            out[which] = e
+    cut = (len(jobs) + 1) // 2
+    other = threading.Thread(target=half, args=(1, jobs[cut:]), daemon=True)         # daemon: Ctrl-C doesn't wait for it
+    if jobs[cut:]:
+        other.start()
+    half(0, jobs[:cut])
+    if isinstance(out[0], KeyboardInterrupt):
+        raise out[0]
+    if jobs[cut:]:
+        other.join()
+    for found in out:
+        if isinstance(found, BaseException):
+            raise found
+    for e in out[1] or []:
+        e.group += cut
+    return out[0] + (out[1] or [])
 
 
 @torch.no_grad()

@@ -23,10 +23,11 @@ import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
+from memory import adamw, tokens_or_auto
 from memory import check as check_memory
 from model import token_logprobs
 from report import training_page
-from rollout import Chat, add_template_flags, check_budget, check_template, marked, rollout, training_batches, transcript
+from rollout import Chat, add_template_flags, check_budget, check_template, marked, overlapped, rollout, training_batches, transcript
 from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
@@ -38,7 +39,7 @@ PRESETS = {   # every flag on the command line overrides its preset
     "laptop": dict(model="smollm2-135m", cold_start="data/demonstrations.jsonl", steps=9, groups=8, group_size=8, max_turns=5, max_new_tokens=48, max_tokens=1024,
                    temperature=0.8, lr=1e-4, minibatches=4, epochs=1, train_layers=15, credit="turn", tokens_per_microbatch=4096),
     "gpu": dict(model="Qwen/Qwen2.5-0.5B-Instruct", cold_start="none", steps=200, groups=16, group_size=8, max_turns=8, max_new_tokens=128, max_tokens=2048,
-                temperature=1.0, lr=1e-6, minibatches=4, epochs=1, train_layers=0, credit="trajectory", tokens_per_microbatch=4096),
+                temperature=1.0, lr=1e-6, minibatches=4, epochs=1, train_layers=0, credit="trajectory", tokens_per_microbatch="auto"),
 }
 p = Flags(description=__doc__, epilog="flags marked *, by preset:\n" + "\n".join(f"  {name}: {' '.join(f'{k}={v}' for k, v in values.items())}" for name, values in PRESETS.items()))
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
@@ -63,6 +64,7 @@ p.add_argument("--group_size", type=positive(int), help="* K, dialogues of each 
 p.add_argument("--max_turns", type=positive(int), help="* replies a dialogue")
 p.add_argument("--max_new_tokens", type=positive(int), help="* tokens a reply, its thoughts included")
 add_template_flags(p)
+p.add_argument("--overlap", action="store_true", help="with a served user: play the dialogues in two halves, one decoding while the other's users think")
 p.add_argument("--max_tokens", type=positive(int), help="* tokens a dialogue, everything counted")
 p.add_argument("--temperature", type=positive(float), help="* of sampling and of the loss")
 # ---- reward and advantage
@@ -82,7 +84,8 @@ p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of 
 p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy, or switches the adapters off with --lora (default: %(default)s)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
 p.add_argument("--checkpoint_layers", action="store_true", help="keep each block's input only and make the rest again in backward: a third more compute, about a tenth of the activations")
-p.add_argument("--tokens_per_microbatch", type=positive(int), help="* padded tokens of one forward and backward")
+p.add_argument("--tokens_per_microbatch", type=tokens_or_auto, metavar="N|auto", help="* padded tokens of one forward and backward; auto: as many as the memory plan has room for")
+p.add_argument("--offload_optimizer", action="store_true", help="keep Adam's moments in the host's memory: 8 bytes a trained weight less on a GPU, two copies over the bus an optimiser step more")
 # ---- output
 p.add_argument("--eval_every", type=positive(int), default=3, help="steps between evaluations on the dev split; the best policy is kept (default: %(default)s)")
 p.add_argument("--save_every", type=positive(int), default=5, help="steps between checkpoints (default: %(default)s)")
@@ -240,6 +243,8 @@ def main(argv=None):
         die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
     if not args.resume and Path(args.run).exists():
         die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
+    if args.overlap and not args.user.startswith("server:"):
+        die(f"--overlap: decodes while a served user thinks, and --user {args.user} thinks on this machine; leave it out")
     if args.cold_start != "none":
         load_demonstrations(args.cold_start)
     source = ranks.in_turn(lambda: resolve(args.model))
@@ -247,8 +252,8 @@ def main(argv=None):
     init = Path(args.init) if args.resume else source if args.cold_start == "none" else ranks.in_turn(lambda: cold_start(args.model, args.cold_start, device, dtype, args.template))
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
-    check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
-                 frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers)
+    args.tokens_per_microbatch = check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
+                 frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
@@ -268,7 +273,7 @@ def main(argv=None):
     run.configure(config)
     reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
     parameters = [q for q in model.parameters() if q.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = adamw(parameters, args.offload_optimizer, lr=args.lr)
     controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
     start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
@@ -331,7 +336,7 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
             with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
                 try:
-                    episodes = rollout(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+                    episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
                 except BudgetSpent as e:
                     checkpoint(step)
                     die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")

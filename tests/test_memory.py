@@ -1,4 +1,7 @@
 """The memory plan against what autograd and the cache really hold; activation checkpointing changes no gradient; a run that can't fit is refused before its weights are read."""
+from copy import deepcopy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,3 +71,42 @@ def test_a_run_that_cannot_fit_is_refused_with_a_way_out(tiny_folder, tmp_path, 
     with pytest.raises(SystemExit) as e:
         train_grpo.main(["--model", tiny_folder, "--run", str(tmp_path / "run"), "--steps", "1", *TINY])
     assert e.value.code == 2 and "--lora" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_as_many_tokens_as_fit(tiny_folder, monkeypatch, capsys):
+    """--tokens_per_microbatch auto: the largest that the plan has room for, whole dialogues at least, and no more than is of use."""
+    shape = dict(layers=0, lora=0, dialogues=4, max_tokens=256, micro_tokens="auto")
+    c = memory.read_config(memory.config_of(Path(tiny_folder)))
+    chosen = {}
+    for free in (10 ** 6, 3 * 10 ** 8, 35 * 10 ** 7, 10 ** 12):
+        monkeypatch.setattr(memory, "available", lambda device: free)
+        try:
+            chosen[free] = memory.check(tiny_folder, torch.float32, torch.device("cuda"), **shape)
+        except SystemExit:
+            chosen[free] = None
+            assert "GB" in capsys.readouterr().err
+    assert chosen[10 ** 6] is None and chosen[10 ** 12] == 32768 and 256 < chosen[3 * 10 ** 8] < chosen[35 * 10 ** 7] < 32768
+    held = lambda n: sum(sum(memory.plan(c, torch.float32, torch.device("cuda"), **{**shape, "micro_tokens": n})[part].values()) for part in ("always", "update"))
+    assert held(chosen[35 * 10 ** 7] - 1) <= 0.8 * 35 * 10 ** 7 <= held(chosen[35 * 10 ** 7] + 1)
+    monkeypatch.setattr(memory, "available", lambda device: None)
+    assert memory.check(tiny_folder, torch.float32, torch.device("cpu"), **shape) == 4096 and memory.tokens_or_auto("auto") == "auto" and memory.tokens_or_auto("7") == 7
+
+
+def test_adam_on_the_host_is_adam(tiny_chat):
+    """Moments and weights bit for bit those of AdamW, two groups with rates of their own, saved and loaded into the other kind."""
+    def train(offload, state=None, steps=3, model=None):
+        model = model or deepcopy(tiny_chat[0])
+        parameters = list(model.parameters())
+        optimizer = memory.adamw([{"params": parameters[:3], "lr": 0.01}, {"params": parameters[3:], "lr": 0.003}], offload)
+        if state:
+            optimizer.load_state_dict(state)
+        for step in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            model(torch.arange(5 + step)[None]).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+    (a, one), (b, two) = train(False), train(True)
+    assert isinstance(two, memory.HostAdamW) and all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
+    assert all(torch.equal(x, y) for p, q in zip(one.state_dict()["state"].values(), two.state_dict()["state"].values()) for x, y in zip(p.values(), q.values()))
+    a, b = train(True, one.state_dict(), 2, a)[0], train(False, two.state_dict(), 2, b)[0]
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters())) and not any(x is y for x, y in two.pairs())

@@ -1,12 +1,15 @@
 """Chat pieces, episodes and batches: what is fed, what is trained, who talks to whom."""
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from model import token_logprobs
-from rollout import Chat, Row, check_budget, collate, coloured, marked, micro_batches, rollout
-from simulator import UserTurn
+from rollout import Chat, Row, check_budget, collate, coloured, marked, micro_batches, overlapped, rollout
+from scenarios import load_scenarios
+from simulator import ScriptedUsers, UserTurn
+from test_train_grpo import SCENARIOS
 
 
 class Echo:
@@ -180,3 +183,36 @@ def test_the_printer_marks_trained_tokens(tiny_chat):
     assert text.count("\033[32m") == sum(e.rows[0].mask) and text.count("\033[90m") == len(e.rows[0].ids) - sum(e.rows[0].mask)
     plain = marked(e.rows[0], chat.tokenizer)
     assert plain.replace("[[", "").replace("]]", "") == chat.tokenizer.decode(e.rows[0].ids).replace("[[", "").replace("]]", "") and plain.count("[[") == 1
+
+
+def test_overlapped_halves_are_two_rollouts_and_one_decodes_while_the_other_waits(tiny_chat):
+    """The users of the first half answer only once the second half has spoken: without overlap that is a deadlock. What is said does not depend on it."""
+    model, chat = tiny_chat
+    jobs, spoken = [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:5]], threading.Event()
+
+    class Slow(ScriptedUsers):
+        def respond(self, users, replies, cuts):
+            if users[0].scenario.id == jobs[0][0].id:
+                assert spoken.wait(60), "the other half was not let in"
+            else:
+                spoken.set()
+            return super().respond(users, replies, cuts)
+    how = dict(max_turns=2, max_new_tokens=5, max_tokens=3000, temperature=0.9)
+    episodes = overlapped(model, chat, Slow(), jobs, 2, generator=torch.Generator().manual_seed(3), **how)
+    seeds = torch.randint(2 ** 62, (2,), generator=torch.Generator().manual_seed(3)).tolist()
+    alone = [e for part, seed in ((jobs[:3], seeds[0]), (jobs[3:], seeds[1])) for e in rollout(model, chat, ScriptedUsers(), part, 2, generator=torch.Generator().manual_seed(seed), **how)]
+    assert [e.replies for e in episodes] == [e.replies for e in alone] and [e.group for e in episodes] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [e.scenario.id for e in episodes] == [s.id for s, _ in jobs for _ in range(2)]
+
+
+def test_an_error_in_either_half_is_raised(tiny_chat):
+    model, chat = tiny_chat
+    jobs = [(s, None) for s in load_scenarios(SCENARIOS, "dev")[:4]]
+    for bad in (jobs[0][0].id, jobs[3][0].id):
+        class Broken(ScriptedUsers):
+            def respond(self, users, replies, cuts):
+                if any(u.scenario.id == bad for u in users):
+                    raise OSError("gone")
+                return super().respond(users, replies, cuts)
+        with pytest.raises(OSError, match="gone"):
+            overlapped(model, chat, Broken(), jobs, 1, generator=torch.Generator().manual_seed(0), max_turns=1, max_new_tokens=3, max_tokens=3000)
