@@ -1,14 +1,15 @@
 """
 Speed and memory, side by side with what you would use instead, in one run: A and B take turns, the median of the
-repeats counts, so a busy machine slows both. Every mode prints a table, and one JSON line last.
+repeats counts, so a busy machine slows both. Every mode prints a table, and one JSON line last. What compares with nobody (roofline, memory, start, scale, gpu) is in machine.py.
 
 Left out on purpose: a timed test (timing belongs here, tests are about right and wrong) and vLLM (needs a GPU).
 
-    python bench.py decode      tokens/s of one batch of ragged prompts            against transformers.generate
+    python bench.py decode      tokens/s of one batch of ragged prompts            against transformers.generate and generate_batch
     python bench.py turns       a live cache over 8 turns                          against re-reading the history each turn
     python bench.py logprob     peak memory of log-probs at a 152 k vocabulary     against log_softmax of all logits
     python bench.py step        one whole GRPO step, rollout and update            against TRL's GRPOTrainer, where installed
     python bench.py ppo         one PPO update, values and all                     against one GRPO update on the same dialogues
+    python bench.py roofline | memory | start | scale | gpu                        see machine.py
 """
 import argparse
 import json
@@ -30,13 +31,15 @@ from tqdm import tqdm
 
 import train_ppo
 from model import Cache, Critic, append, generate, sample, token_logprobs
-from rollout import Chat, Episode, Row, rollout
+from rollout import Chat, answers, rollout
 from rubric import Reward, score
 from rundir import Flags, die, positive, record_result, writable
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
 from train_grpo import trajectory_advantages, update
-from weights import DTYPES, load, pick_device, resolve
+from weights import DTYPES, build, load, pick_device, resolve
+
+SHAPES = {"0.5b": (896, 24, 14, 2, 4864), "1.5b": (1536, 28, 12, 2, 8960)}      # Qwen2.5's: width, layers, query heads, key heads, MLP
 
 
 def clock():
@@ -63,11 +66,26 @@ def finish(args, **result):
 
 
 def both_models(args):
-    """-> our model, its tokenizer, transformers' model: the same folder, dtype and device."""
+    """-> our model and transformers' model: the same weights, dtype and device."""
+    if args.model.startswith("random:"):
+        model, theirs = random_model(args)
+        return model.requires_grad_(False), theirs
     folder, device = resolve(args.model), pick_device()
-    model, tokenizer = load(str(folder), DTYPES[args.dtype], device)
+    model, _ = load(str(folder), DTYPES[args.dtype], device)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype]).to(device).eval()
-    return model.requires_grad_(False), tokenizer, theirs
+    return model.requires_grad_(False), theirs
+
+
+def random_model(args):
+    """random:0.5b, random:1.5b: a Qwen2.5 of that shape with random weights, for speed and memory. -> ours (fp32 masters), transformers' (compute dtype)."""
+    name = args.model.removeprefix("random:")
+    width, layers, heads, keys, mlp = SHAPES.get(name) or die(f"--model {args.model}: there are {', '.join('random:' + s for s in SHAPES)}")
+    torch.manual_seed(args.seed)
+    config = transformers.Qwen2Config(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=keys, intermediate_size=mlp, vocab_size=151936, tie_word_embeddings=True,
+                                      max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ours = build(theirs.config.to_dict(), theirs.state_dict(), DTYPES[args.dtype]).to(pick_device())
+    return ours, theirs.to(pick_device(), DTYPES[args.dtype]).eval()
 
 
 def random_ids(n, vocab, rng):
@@ -86,32 +104,54 @@ def their_generate(theirs, histories, new):
     return theirs.generate(ids, attention_mask=mask, generation_config=how)[:, longest:].tolist()
 
 
+@torch.no_grad()
+def their_batch(theirs, prompts, new):
+    """transformers' continuous batching on the same prompts, with no more pages than they need (its default takes most of the memory)."""
+    how = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=0)
+    theirs.generation_config, most = how, sum(map(len, prompts)) + len(prompts) * new
+    pages = transformers.generation.configuration_utils.ContinuousBatchingConfig(page_size=32, num_blocks=most // 32 + 2 * len(prompts) + 8, max_batch_tokens=max(512, len(prompts)))
+    out = theirs.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=pages, persistent_manager=False, warmup=False)
+    return [out[k].generated_tokens for k in sorted(out, key=lambda k: int(k.rpartition("_")[2]))]
+
+
 # ---------------------------------------------------------------------------------------------- decode
 def decode(args):
     """Greedy tokens/s of ragged batches, prefill included, and the share of rows whose tokens agree."""
-    model, _, theirs = both_models(args)
-    rng, rows = random.Random(args.seed), []
+    model, theirs = both_models(args)
+    rng, rows, attention = random.Random(args.seed), [], theirs.config._attn_implementation
     print(f"{args.new} greedy tokens after ragged prompts of {args.prompt[0]}..{args.prompt[1]} tokens, {args.dtype}, tokens/s (prefill included)")
-    print(f"{'rows':>5} {'ours':>9} {'transformers':>13} {'ratio':>6}   rows with the same tokens")
+    print(f"{'rows':>5} {'ours':>9} {'generate':>9} {'ratio':>6} {'generate_batch':>15} {'ratio':>6}   rows with generate's tokens")
     for B in args.batch:
         prompts = [random_ids(rng.randint(*args.prompt), model.config.vocab, rng) for _ in range(B)]
-        ours, other = lambda: generate(model, prompts, args.new, set(), temperature=0)[0], lambda: their_generate(theirs, prompts, args.new)
-        seconds, tokens = {ours: [], other: []}, {}
+        sides = {"ours": lambda: generate(model, prompts, args.new, set(), temperature=0)[0], "transformers": lambda: their_generate(theirs, prompts, args.new)}
+        if B > 1:
+            sides["generate_batch"] = lambda: their_batch(theirs, prompts, args.new)
+        seconds, tokens, trouble = {name: [] for name in sides}, {}, ""
         for repeat in tqdm(range(args.repeats + 1), desc=f"B={B}", leave=False):
-            for f in (ours, other) if repeat % 2 else (other, ours):
-                tokens[f], s = timed(f)
-                seconds[f] += [s] if repeat else []        # the first round warms up
-        speed = [B * args.new / statistics.median(seconds[f]) for f in (ours, other)]
-        same = statistics.mean(a == b for a, b in zip(tokens[ours], tokens[other]))
-        rows.append({"batch": B, "ours": round(speed[0], 1), "transformers": round(speed[1], 1), "ratio": round(speed[0] / speed[1], 2), "agreement": same})
-        print(f"{B:5d} {speed[0]:9.1f} {speed[1]:13.1f} {speed[0] / speed[1]:6.2f}   {same:.2f}", flush=True)
+            for name in list(sides) if repeat % 2 else list(reversed(sides)):
+                try:
+                    tokens[name], s = timed(sides[name])
+                except Exception as e:                     # a young part of transformers: what it can't do here is no reason to lose the rest
+                    if name != "generate_batch":
+                        raise
+                    trouble = f"generate_batch failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:80]}"
+                    sides.pop(name)
+                    continue
+                finally:
+                    theirs.set_attn_implementation(attention)      # generate_batch leaves its own behind
+                seconds[name] += [s] if repeat else []     # the first round warms up
+        speed = {name: B * args.new / statistics.median(seconds[name]) for name in sides}
+        same = statistics.mean(a == b for a, b in zip(tokens["ours"], tokens["transformers"]))
+        rows.append({"batch": B, "agreement": same, "ratio": round(speed["ours"] / speed["transformers"], 2), **{name: round(s, 1) for name, s in speed.items()}})
+        batch = f"{speed['generate_batch']:15.1f} {speed['ours'] / speed['generate_batch']:6.2f}" if "generate_batch" in speed else f"{'-':>15} {'-':>6}"
+        print(f"{B:5d} {speed['ours']:9.1f} {speed['transformers']:9.1f} {rows[-1]['ratio']:6.2f} {batch}   {same:.2f}  {trouble}", flush=True)
     finish(args, rows=rows, ratio=rows[-1]["ratio"], agreement=min(r["agreement"] for r in rows))
 
 
 # ---------------------------------------------------------------------------------------------- turns
 def turns(args):
     """Seconds a turn of B dialogues: ours appends to a live cache, theirs reads the whole history again."""
-    model, _, theirs = both_models(args)
+    model, theirs = both_models(args)
     rng, B = random.Random(args.seed), args.dialogues
     env = [[random_ids(rng.randint(*args.chunk), model.config.vocab, rng) for _ in range(B)] for _ in range(args.turns)]
     state = SimpleNamespace(cache=Cache(model, B, 0), fresh=[[] for _ in range(B)])     # fresh: sampled ids not in the cache yet
@@ -144,7 +184,9 @@ def turns(args):
         print(f"{turn + 1:5d} {seconds[ours][-1]:8.2f} {seconds[other][-1]:13.2f} {seconds[other][-1] / seconds[ours][-1]:6.2f}   {same[-1]:.2f}", flush=True)
     total = sum(seconds[ours]), sum(seconds[other])
     print(f"{'all':>5} {total[0]:8.2f} {total[1]:13.2f} {total[1] / total[0]:6.2f}   {statistics.mean(same):.2f}")
-    finish(args, ratio=round(total[1] / total[0], 2), agreement=statistics.mean(same), seconds=round(total[0], 2), transformers_seconds=round(total[1], 2),
+    late = statistics.median(seconds[ours][-3:]) / statistics.median(seconds[ours][1:4])      # turns 2..4 against the last three: a live cache costs the new tokens only
+    print(f"our last turns take {late:.2f} times the time of the second to fourth")
+    finish(args, late_over_early=round(late, 2), ratio=round(total[1] / total[0], 2), agreement=statistics.mean(same), seconds=round(total[0], 2), transformers_seconds=round(total[1], 2),
            turn_seconds=[round(s, 2) for s in seconds[ours]], transformers_turn_seconds=[round(s, 2) for s in seconds[other]])
 
 
@@ -211,23 +253,15 @@ def logprob(args):
 # ---------------------------------------------------------------------------------------------- step
 def our_step(model, optimizer, prompts, args, generator):
     """One GRPO step, train_grpo.py's own update on dialogues of one turn without users: -> seconds of the rollout, seconds of the update."""
-    G, K, C, start = len(prompts), args.copies, args.completion, clock()
-    with torch.no_grad():                                  # the prompt of a group is read once, its cache row copied
-        cache = Cache(model, G, args.prompt_tokens + C)
-        hidden, index = append(model, cache, prompts), torch.arange(G, device=cache.n.device).repeat_interleave(K)
-        tokens, logps = sample(model, cache.rows(index), hidden[index], [C] * G * K, set(), temperature=args.temperature, generator=generator)
-    episodes, rewards = [], []
-    for i, (ids, logp) in enumerate(zip(tokens, logps)):
-        row = Row()
-        row.environment(list(prompts[i // K]))
-        row.policy(ids, logp, 0)
-        episodes.append(Episode(None, None, i // K, "", 0, [row], finish="max_turns"))
-        rewards.append(Reward(len(set(ids)) / C, turns=[0.0]))
-    advantages, _ = trajectory_advantages(rewards, K, 1e-4)
+    C, start = args.completion, clock()
+    chat = SimpleNamespace(banned=torch.zeros(model.config.vocab, dtype=torch.bool), eot=-1, text=lambda ids: "")           # no stop id: exactly C tokens each
+    episodes = answers(model, chat, prompts, args.copies, C, args.temperature, generator)
+    rewards = [Reward(len(set(row.ids[-C:])) / C, turns=[0.0]) for e in episodes for row in e.rows]
+    advantages, _ = trajectory_advantages(rewards, args.copies, 1e-4)
     middle = clock()
     settings = SimpleNamespace(minibatches=1, epochs=1, max_turns=1, max_new_tokens=C, tokens_per_microbatch=args.micro_ours * (args.prompt_tokens + C), temperature=args.temperature,
                                clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1.0)
-    update(settings, model, None, optimizer, SimpleNamespace(banned=torch.zeros(model.config.vocab, dtype=torch.bool)), episodes, advantages)
+    update(settings, model, None, optimizer, chat, episodes, advantages)
     return middle - start, clock() - middle
 
 
@@ -375,9 +409,30 @@ def main():
     m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
     m = modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
     m.add_argument("--copies", type=positive(int), default=8, help="dialogues of each of 8 scenarios")
+    m = modes.add_parser("roofline", parents=[common], formatter_class=show, help="a decode step against this machine's speeds")
+    m.add_argument("--batch", type=positive(int), nargs="+", default=[1, 8, 32], help="rows")
+    m.add_argument("--context", type=positive(int), default=256, help="tokens in the cache")
+    m.add_argument("--new", type=positive(int), default=32, help="tokens a row")
+    for name, help in (("memory", "one update's peak against the plan"), ("scale", "two processes against one")):
+        m = modes.add_parser(name, parents=[common], formatter_class=show, help=help)
+        m.add_argument("--rows", type=positive(int), default=16, help="training rows, four a group")
+        m.add_argument("--tokens", type=positive(int), default=512, help="tokens a row")
+        m.add_argument("--train_layers", type=int, default=15, help="upper layers trained, 0 = all")
+        if name == "memory":
+            m.add_argument("--micro", type=positive(int), default=4096, help="tokens a micro-batch")
+            m.add_argument("--checkpoint_layers", action="store_true", help="activation checkpointing")
+            m.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        else:
+            m.add_argument("--child", help=argparse.SUPPRESS)
+    modes.add_parser("start", parents=[common], formatter_class=show, help="from a cold process to the first update")
+    m = modes.add_parser("gpu", parents=[common], formatter_class=show, help="everything for a GPU, in one run")
+    m.add_argument("--minutes", type=positive(float), default=8, help="parts that would take longer are left out")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
+    if args.mode in ("roofline", "memory", "start", "scale", "gpu"):
+        import machine
+        return {"roofline": machine.roofline, "memory": machine.memory_mode, "start": machine.start, "scale": machine.scale, "gpu": machine.gpu}[args.mode](args)
     {"decode": decode, "turns": turns, "logprob": logprob, "step": step, "ppo": ppo}[args.mode](args)
 
 

@@ -13,18 +13,17 @@ Published is the outline (CARE, abstract); all mechanics, constants, prompts and
 import json
 import sys
 import time
-from collections import Counter, namedtuple
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from appraisal import DATA, INTENTS
 from backend import LocalModel, add_server_flags, check_backend, generator_folder, make_backend
 from rollout import Chat, Row, answers
-from rubric import ASPECTS, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, prior, prompt, read, rubric_scores
+from rubric import DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, prior, prompt, read, rubric_scores
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows

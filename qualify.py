@@ -12,7 +12,6 @@ import json
 import time
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from appraisal import INTENTS, TABLES

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from appraisal import DATA, STAGES, STOP, TABLES, families, hurts, look, words
-from rundir import nonnegative, positive
+from rundir import positive
 
 DIMENSIONS = ("cognitive", "affective", "proactive")
 TABLE = json.loads((DATA / "rubrics.json").read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 
 from appraisal import INTENTS
 from rundir import Flags, die

@@ -19,7 +19,6 @@ from rollout import Episode, Row
 from appraisal import INTENTS
 from scenarios import load_scenarios
 from simulator import ScriptedUser, ScriptedUsers, UserTurn
-from weights import load
 
 FILE = str(ROOT / "data" / "scenarios.jsonl")
 HELDOUT = load_scenarios(FILE, "heldout")

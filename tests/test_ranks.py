@@ -1,11 +1,9 @@
 """Two processes are one: the same episodes give the single process's loss and weights; whole runs learn together, save once and resume."""
-import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch

@@ -8,8 +8,6 @@ import time
 import pytest
 
 import evaluate
-import report
-from conftest import ROOT
 from report import chosen, line_chart, page, side_by_side, training_page
 
 EVIL = "<script>alert(1)</script><img src=http://example.invalid/x onerror=alert(2)>"

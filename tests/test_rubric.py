@@ -1,6 +1,5 @@
 """Rubrics and the reward stack: every formula by hand, the gallery of hacks under each rubric, judges that can't be read, streams that are centred and kept."""
 import json
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from conftest import ROOT                                  # first: it puts the project on the path, also for python tests/test_rubric.py
 import rubric
 from appraisal import INTENTS, STAGES
-from rubric import (DIMENSIONS, FIXED, RUBRICS, Generated, LanguageRater, Moment, Question, Reward, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
+from rubric import (DIMENSIONS, FIXED, RUBRICS, Generated, LanguageRater, Moment, Question, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
                     prior, prompt, read, rubric_scores, score, shares, spans)
 from scenarios import load_memories, load_scenarios
 from test_simulator import GALLERY, KIND, SAID

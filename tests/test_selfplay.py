@@ -9,7 +9,6 @@ import torch
 import selfplay
 from conftest import ROOT
 from emotions import LABELS, Utterance, read_emotions
-from rollout import Chat
 from selfplay import assert_clean, express, forbidden, keepable, label_logprobs, lesson, parse, rewards, understand
 from train_sft import fit
 
