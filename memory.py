@@ -25,9 +25,9 @@ def kept_per_token(c, b, checkpointed=False):
     return block + ((4 + b) * (q + kv) + 4 * (c.heads + c.kv_heads) if c.arch == "qwen3" else 0)
 
 
-def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False, offload=False):
+def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False, offload=False, shards=1):
     """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: copies more (a reference);
-    offload: Adam's moments are on the host."""
+    offload: Adam's moments are on the host; shards: ranks that each hold a part (--fsdp)."""
     b = 2 if dtype == torch.bfloat16 else 4
     with torch.device("meta"):
         model = Policy(c)
@@ -37,10 +37,10 @@ def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, po
     adapters = sum(lora * (m.in_features + m.out_features) for block in blocks for m in block.modules() if isinstance(m, Linear)) if lora else 0
     parameters, trained = count(model.parameters()), adapters or count(p for p in model.parameters() if p.requires_grad)
     copies = b * parameters if device.type == "cpu" or b == 2 else 0                                  # laid out for the CPU, or cast
-    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen), "copies to sample with": copies, "Adam": 0 if offload and device.type != "cpu" else 8 * trained * policies}
-    sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab}
+    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen) // shards, "copies to sample with": copies, "Adam": 0 if offload and device.type != "cpu" else 8 * trained * policies // shards}
+    sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab, "gathered": 4 * parameters * (shards > 1)}
     depth = len(blocks) if checkpointed else 0
-    update = {"gradients": 4 * trained * policies, "casts": b * trained if b == 2 else 0,
+    update = {"gradients": 4 * trained * policies // shards, "casts": b * trained if b == 2 else 0,
               "activations": micro_tokens * (depth * kept_per_token(c, b, True) + (len(blocks) if not checkpointed else 1) * kept_per_token(c, b) + 3 * b * c.mlp + 8 * c.width),
               "head": (4 * c.width * c.vocab if layers == 0 and not lora else 0) + 3 * 4 * 8192 * min(micro_tokens, 2048)}
     return {"always": always, "sampling": sampling, "update": update}

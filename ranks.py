@@ -4,16 +4,21 @@ Several processes that train one policy: what each must hear from the others, an
     torchrun --nproc_per_node=2 train_grpo.py ...        one process per GPU (or, on CPUs, per so many cores); --nnodes=M --rdzv_endpoint=HOST:PORT over M machines
 
 Each rank holds the whole policy and plays its share of the groups; gradients are averaged before every optimiser step, so that all ranks take the same one;
-the outer loop hears every rank's outcomes; rank 0 alone writes and prints. With one process every function here is the identity. Left out on purpose: sharding of
-the policy (a 0.5B with Adam takes 8 GB), overlap of communication with backward (one sum per optimiser step, of the trained weights' size).
+the outer loop hears every rank's outcomes; rank 0 alone writes and prints. With one process every function here is the identity. With --fsdp each rank holds its part of weights, gradients and Adam's moments only (last section); for models that
+do not fit otherwise, since every layer travels for every micro-batch. Left out on purpose: overlap of communication with backward (one sum per optimiser step, of the trained weights' size).
 """
 import atexit
 import os
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+from linear import KEPT
+from model import token_logprobs
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -83,6 +88,9 @@ def average_gradients(parameters):
     """Every gradient becomes its mean over the ranks; one that a rank has none of counts 0. One all-reduce of one flat copy: 4 bytes per trained weight."""
     if WORLD == 1:
         return
+    parameters = [p for p in parameters if not hasattr(p, "full_tensor")]                  # a sharded one's was averaged in backward
+    if not parameters:
+        return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat)
@@ -91,3 +99,82 @@ def average_gradients(parameters):
     for p in parameters:
         p.grad = flat[at:at + p.numel()].view_as(p)
         at += p.numel()
+
+
+# ---------------------------------------------------------------------------------------------- --fsdp
+def shard(model):
+    """Parts every parameter of a Policy over the ranks, in place: each block is whole while it computes, in forward and again in backward, and the rest (embedding, head, last norm) from
+    forward to backward. Its gradients come out averaged, in parts. After this the parameters are others: make optimizers now."""
+    from torch.distributed.fsdp import fully_shard          # half a second that other runs need not wait; what is parted shows by its methods: unshard, full_tensor
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+@contextmanager
+def gathered(model):
+    """Inside `with` a sharded policy is whole on every rank, to sample from: ranks talk for different lengths of time, so no layer may wait for the others. Costs the weights once more; the
+    cast copies made in it are dropped behind it."""
+    parts = [m for m in model.modules() if hasattr(m, "unshard")]
+    for m in parts:
+        m.unshard()
+        m.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for m in parts:
+            m.set_reshard_after_forward(m is not model, recurse=False)
+            m.reshard()
+        if parts:
+            KEPT.clear()
+
+
+def even(batches, model, reference=None, learns=True):
+    """The micro-batches of this rank, and behind them as many empty rounds as another rank has more: with sharded layers all must go forward and backward equally often."""
+    if not hasattr(model, "unshard"):
+        yield from batches
+        return
+    batches = list(batches)
+    counts = everyone([len(batches)])
+    yield from batches
+    nothing = torch.zeros(1, 1, dtype=torch.long, device=model.model.embed_tokens.weight.device)
+    for _ in range(max(counts) - len(batches)):
+        hidden = model(nothing)
+        if reference is not None:
+            with torch.no_grad():
+                reference(nothing)
+        if learns:                                         # through the head too: each rank's gradients must be of the same parameters
+            (token_logprobs(model, hidden[0], nothing[0])[0].sum() * 0.0).backward()
+
+
+def clip(parameters, limit):
+    """torch's clip_grad_norm_ for parameters of which some, or all, are parted. -> the norm of all their gradients."""
+    parameters = [p for p in parameters if p.grad is not None]
+    parted = [p.grad.to_local() for p in parameters if hasattr(p, "full_tensor")]
+    if not parted:
+        return clip_grad_norm_(parameters, limit)
+    whole = [p.grad for p in parameters if not hasattr(p, "full_tensor")]
+    square = lambda grads: sum((g.square().sum() for g in grads), torch.zeros((), device=parted[0].device))
+    norm = (total(square(parted)) + square(whole)).sqrt()
+    for g in parted + whole:
+        g.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def whole(state):
+    """A state dict, of any depth, with every parted tensor put together, on the CPU. All ranks must ask."""
+    if isinstance(state, dict):
+        return {k: whole(v) for k, v in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(whole(v) for v in state)
+    return state.full_tensor().cpu() if hasattr(state, "full_tensor") else state
+
+
+def part(optimizer):
+    """After optimizer.load_state_dict() of whole tensors: each rank keeps its part of the moments."""
+    from torch.distributed.tensor import distribute_tensor
+    for p, moments in optimizer.state.items():
+        for name, value in moments.items():
+            if hasattr(p, "full_tensor") and torch.is_tensor(value) and not hasattr(value, "full_tensor") and value.shape == p.shape:
+                moments[name] = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)

@@ -32,7 +32,7 @@ from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
-from weights import load, pick_device, pick_dtype, resolve, save
+from weights import build, load, pick_device, pick_dtype, resolve, save
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
@@ -83,6 +83,7 @@ p.add_argument("--clip_high", type=positive(float), default=0.28, help="ratio cl
 p.add_argument("--dual_clip", type=positive(float), default=3.0, help="bound of the ratio where the advantage is negative (default: %(default)s)")
 p.add_argument("--kl", type=nonnegative(float), default=0.0, help="weight of the k3 penalty to the initial policy; above 0 keeps a frozen copy, or switches the adapters off with --lora (default: %(default)s)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
+p.add_argument("--fsdp", action="store_true", help="with torchrun: every process holds its part of weights, gradients and Adam only, for models that do not fit otherwise; slower")
 p.add_argument("--checkpoint_layers", action="store_true", help="keep each block's input only and make the rest again in backward: a third more compute, about a tenth of the activations")
 p.add_argument("--tokens_per_microbatch", type=tokens_or_auto, metavar="N|auto", help="* padded tokens of one forward and backward; auto: as many as the memory plan has room for")
 p.add_argument("--offload_optimizer", action="store_true", help="keep Adam's moments in the host's memory: 8 bytes a trained weight less on a GPU, two copies over the bus an optimiser step more")
@@ -186,7 +187,7 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         use = [i for i in use if episodes[i].finish != "user_failed"]
         if not ranks.total(len(use)):
             continue
-        for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
+        for ids, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
             advantage = torch.tensor([advantages[i][t] for i, t in zip(episode, turn)], device=device)                # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
@@ -206,7 +207,7 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
                              ("first_tokens", torch.full_like(old, first)), ("ratio_first", first * ratio), ("canary", first * (logp - old).abs())):
                     sums[k] += v.sum()
         ranks.average_gradients(parameters)
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
+        norms.append(ranks.clip(parameters, args.grad_clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     sums = {k: ranks.total(v).item() for k, v in sums.items()}       # the metrics stay on the device until here
@@ -243,6 +244,8 @@ def main(argv=None):
         die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
     if not args.resume and Path(args.run).exists():
         die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
+    if args.fsdp and (ranks.WORLD == 1 or args.lora or args.offload_optimizer or args.user == "lm:self"):
+        die("--fsdp: parts a model over the processes of torchrun --nproc_per_node=N, and goes with none of --lora, --offload_optimizer, --user lm:self; leave it out")
     if args.overlap and not args.user.startswith("server:"):
         die(f"--overlap: decodes while a served user thinks, and --user {args.user} thinks on this machine; leave it out")
     if args.cold_start != "none":
@@ -253,7 +256,7 @@ def main(argv=None):
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     args.tokens_per_microbatch = check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
-                 frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer)
+                 frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer, shards=ranks.WORLD if args.fsdp else 1)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
@@ -272,13 +275,19 @@ def main(argv=None):
     run = run or RunDir.create(args.run, config)
     run.configure(config)
     reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
+    if state is not None:
+        model.load_state_dict(state["model"])
+    if args.fsdp:
+        for network in filter(None, (model, reference)):
+            ranks.shard(network)
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = adamw(parameters, args.offload_optimizer, lr=args.lr)
     controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
     start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
-        model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        if args.fsdp:
+            ranks.part(optimizer)
         controller.load_state_dict(state["curriculum"])
         stack.load_state(state["rewards"])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
@@ -292,14 +301,15 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------ evaluation
     def checkpoint(step, pending=None):
         """pending: the record of this step, where its dev score is still to come."""
-        run.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
+        run.save({"model": ranks.whole(model.state_dict()), "optimizer": ranks.whole(optimizer.state_dict()), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
 
     def score_dev(record):
         """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
         Where the user can't go on, saves first, then ends the program."""
         nonlocal best
         try:
-            played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
+            with ranks.gathered(model):
+                played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             checkpoint(record["step"], record)
             die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
@@ -312,8 +322,9 @@ def main(argv=None):
             training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
             best = found["outcome"]
+            best_policy = build(model.hf_config, ranks.whole(model.state_dict())) if args.fsdp else model
             if run.writes:
-                save(model, tokenizer, run.path / "best", base=str(init))
+                save(best_policy, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
@@ -336,7 +347,8 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
             with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
                 try:
-                    episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
+                    with ranks.gathered(model):
+                        episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, **talk)
                 except BudgetSpent as e:
                     checkpoint(step)
                     die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")

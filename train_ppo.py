@@ -34,7 +34,7 @@ from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
-from weights import load, pick_device, pick_dtype, resolve, save
+from weights import build, load, pick_device, pick_dtype, resolve, save
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
@@ -97,6 +97,7 @@ p.add_argument("--kl_in", default="loss", choices=["loss", "reward"], help="loss
 p.add_argument("--target_kl", type=nonnegative(float), default=0.0, help="drop the rest of a batch once a mini-batch's mean KL to the sampling policy is above this; 0 = off (default: %(default)s)")
 p.add_argument("--entropy", type=nonnegative(float), default=0.0, help="weight of the entropy bonus (default: %(default)s)")
 p.add_argument("--grad_clip", type=positive(float), default=1.0, help="gradient norm limit (default: %(default)s)")
+p.add_argument("--fsdp", action="store_true", help="with torchrun: every process holds its part of weights, gradients and Adam only, for models that do not fit otherwise; slower")
 p.add_argument("--checkpoint_layers", action="store_true", help="keep each block's input only and make the rest again in backward: a third more compute, about a tenth of the activations")
 p.add_argument("--tokens_per_microbatch", type=tokens_or_auto, metavar="N|auto", help="* padded tokens of one forward and backward; auto: as many as the memory plan has room for")
 p.add_argument("--offload_optimizer", action="store_true", help="keep Adam's moments in the host's memory: 8 bytes a trained weight less on a GPU, two copies over the bus an optimiser step more")
@@ -159,10 +160,10 @@ def advantages(args, model, critic, reference, chat, episodes, streams, lam):
         if critic.own is None:
             value[i, :n] = critic(torch.cat(e.states)[:n], known[i, :n].to(device)).cpu()
     if critic.own is not None:
-        for ids, source, _, _, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e), beyond=True)):
+        for ids, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e), beyond=True)), critic.own, learns=False):
             value[episode, place] = critic(critic.own(ids).flatten(0, 1)[source], known[episode, place].to(device)).cpu()     # (B, T), then (N,)
     if reference is not None:
-        for ids, source, target, old, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device):
+        for ids, source, target, old, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), reference, learns=False):
             with reference.without_adapters():
                 logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, chat.banned.to(device), args.temperature)
             penalty[episode, place] = args.kl * (old - logp_reference).cpu()
@@ -231,7 +232,7 @@ def value_loss(args, critic, b, episode, place, hidden):
 def critic_backward(args, critic, chat, episodes, b, use, deciding, device):
     """Gradients of a separate critic's value loss on episodes `use`. -> its sum, without gradient."""
     total = torch.zeros((), device=device)
-    for ids, source, _, _, episode, place, _ in training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e))):
+    for ids, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e))), critic.own):
         error = value_loss(args, critic, b, episode, place, critic.own(ids).flatten(0, 1)[source]).sum()
         (args.value_coef * error / deciding).backward()
         total += error.detach()
@@ -253,7 +254,7 @@ def warm_up(args, model, critic, optimizer, chat, episodes, b):
         elif critic.own is not None:
             critic_backward(args, critic, chat, episodes, b, use, deciding, device)
         ranks.average_gradients([q for q in critic.parameters() if q.requires_grad])
-        torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip)
+        ranks.clip(critic.parameters(), args.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -277,7 +278,7 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         if not deciding:
             continue
         before = sums["kl"].clone()
-        for ids, source, target, old, episode, place, turn in training_batches(episodes, use, args.tokens_per_microbatch, device):     # (B, T), then N each
+        for ids, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
             advantage = b["advantage"][episode, place].to(device)                                                     # (N,)
             hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
@@ -310,8 +311,8 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
             optimizer.zero_grad(set_to_none=True)          # too far from the policy that sampled this batch: drop the rest of it
             break
         ranks.average_gradients(parameters + [q for q in critic.parameters() if q.requires_grad])
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip))
-        critic_norms.append(torch.nn.utils.clip_grad_norm_(critic.parameters(), args.grad_clip))     # apart: the head's error doesn't shorten the policy's step
+        norms.append(ranks.clip(parameters, args.grad_clip))
+        critic_norms.append(ranks.clip(critic.parameters(), args.grad_clip))     # apart: the head's error doesn't shorten the policy's step
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     sums = {k: ranks.total(v).item() for k, v in sums.items()}       # the metrics stay on the device until here
@@ -355,6 +356,8 @@ def main(argv=None):
         die("--critic_sees need: a shared trunk would show it to the policy too; add --critic separate")
     if not args.resume and Path(args.run).exists():
         die(f"run folder {args.run} exists; give another --run, continue it with --resume {args.run}, or remove it")
+    if args.fsdp and (ranks.WORLD == 1 or args.lora or args.offload_optimizer or args.user == "lm:self"):
+        die("--fsdp: parts a model over the processes of torchrun --nproc_per_node=N, and goes with none of --lora, --offload_optimizer, --user lm:self; leave it out")
     if args.overlap and not args.user.startswith("server:"):
         die(f"--overlap: decodes while a served user thinks, and --user {args.user} thinks on this machine; leave it out")
     if args.cold_start != "none":
@@ -365,7 +368,7 @@ def main(argv=None):
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     args.tokens_per_microbatch = check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
-                 policies=1 + (args.critic == "separate"), frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer)
+                 policies=1 + (args.critic == "separate"), frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer, shards=ranks.WORLD if args.fsdp else 1)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
@@ -388,15 +391,21 @@ def main(argv=None):
     run = run or RunDir.create(args.run, config)
     run.configure(config)
     reference = None if args.kl == 0 else model if args.lora else deepcopy(model).requires_grad_(False)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        critic.load_state_dict(state["critic"])
+    if args.fsdp:
+        for network in filter(None, (model, reference, critic.own)):
+            ranks.shard(network)
     parameters = [q for q in model.parameters() if q.requires_grad]
-    learners = [{"params": parameters, "lr": args.lr}, {"params": [q for q in critic.parameters() if q.requires_grad], "lr": args.critic_lr}]
+    learners = [{"params": [q for q in part.parameters() if q.requires_grad], "lr": lr} for part, lr in ((model, args.lr), (critic.own, args.critic_lr), (critic.head, args.critic_lr)) if part is not None]
     optimizer = adamw(learners, args.offload_optimizer)
     controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
     start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
-        model.load_state_dict(state["model"])
-        critic.load_state_dict(state["critic"])
         optimizer.load_state_dict(state["optimizer"])
+        if args.fsdp:
+            ranks.part(optimizer)
         controller.load_state_dict(state["curriculum"])
         stack.load_state(state["rewards"])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
@@ -411,14 +420,15 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------ evaluation
     def checkpoint(step, pending=None):
         """pending: the record of this step, where its dev score is still to come."""
-        run.save({"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict(), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
+        run.save({"model": ranks.whole(model.state_dict()), "critic": ranks.whole(critic.state_dict()), "optimizer": ranks.whole(optimizer.state_dict()), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
 
     def score_dev(record):
         """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
         Where the user can't go on, saves first, then ends the program."""
         nonlocal best
         try:
-            played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
+            with ranks.gathered(model):
+                played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
         except BudgetSpent as e:
             checkpoint(record["step"], record)
             die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
@@ -431,8 +441,9 @@ def main(argv=None):
             training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
             best = found["outcome"]
+            best_policy = build(model.hf_config, ranks.whole(model.state_dict())) if args.fsdp else model
             if run.writes:
-                save(model, tokenizer, run.path / "best", base=str(init))
+                save(best_policy, tokenizer, run.path / "best", base=str(init))
 
     # ------------------------------------------------------------------------------------------ the loop
     with StopOnInterrupt() as stop:
@@ -455,7 +466,8 @@ def main(argv=None):
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
             with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
                 try:
-                    episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
+                    with ranks.gathered(model):
+                        episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
                 except BudgetSpent as e:
                     checkpoint(step)
                     die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")

@@ -10,6 +10,7 @@ import torch
 
 from conftest import ROOT
 from test_train_grpo import TINY, metrics
+from weights import load
 
 CHILD = '''
 import sys
@@ -32,28 +33,36 @@ chat = Chat(tokenizer, model.config.vocab)
 jobs = [(s, None) for s in load_scenarios(sys.argv[1] + "/data/scenarios.jsonl", "dev")[:4]]
 episodes = rollout(model, chat, ScriptedUsers(), jobs, 2, 3, 6, 1024, 0.9, torch.Generator().manual_seed(0), keep_states=True)      # the same ones in every process
 episodes[1].finish = "user_failed"                         # uneven: the first process has fewer to learn from
-if len(sys.argv) > 4:
+fsdp, empty = sys.argv[4] == "parted", sys.argv[4] == "empty"
+part = lambda network: ranks.shard(network) if fsdp and ranks.WORLD > 1 else network
+if empty:
     for e in episodes[4:]:                                 # one process has nothing to learn from at all
         e.finish = "user_failed"
 first, groups = ranks.share(list(range(4)))
 mine = [e for e in episodes if e.group in groups]
-args = SimpleNamespace(**{**vars(ARGS), "minibatches": 2, "epochs": 2, "critic_warmup": 2, "group_size": 2, "gae": "turn"})
+args = SimpleNamespace(**{**vars(ARGS), "minibatches": 2, "epochs": 2, "critic_warmup": 2, "group_size": 2, "gae": "turn", "tokens_per_microbatch": 1500, "kl": 0.1, "grad_clip": 1.0})
 out = {}
-policy = deepcopy(model)
+policy, reference = part(deepcopy(model)), part(deepcopy(model).requires_grad_(False))
+with ranks.gathered(policy):                               # each rank talks as long as it likes
+    said = rollout(policy, chat, ScriptedUsers(), jobs[ranks.RANK:], 1, 1 + ranks.RANK, 6, 1024, 0.9, torch.Generator().manual_seed(0))
+assert [e.replies[0] for e in said] == [e.replies[0] for e in rollout(model, chat, ScriptedUsers(), jobs[ranks.RANK:], 1, 1, 6, 1024, 0.9, torch.Generator().manual_seed(0))]
 advantages, _ = train_grpo.trajectory_advantages(score(mine), 2, 0.03)
-seen = train_grpo.update(args, policy, None, torch.optim.AdamW(policy.parameters(), lr=1e-3), chat, mine, advantages)
-out["grpo"], out["grpo_metrics"] = {k: v for k, v in policy.state_dict().items()}, {k: seen[k] for k in ("kl", "entropy", "canary", "policy_tokens", "grad_norm")}
+seen = train_grpo.update(args, policy, reference, torch.optim.AdamW(policy.parameters(), lr=3e-4), chat, mine, advantages)
+out["grpo"], out["grpo_metrics"] = ranks.whole(policy.state_dict()), {k: seen[k] for k in ("kl", "entropy", "canary", "policy_tokens", "grad_norm", "kl_reference")}
 for kind in (False, True):
     policy, critic = deepcopy(model), None
     critic = Critic(policy, separate=kind)
-    optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], lr=1e-3)
+    part(policy)
+    if kind:
+        part(critic.own)
+    optimizer = torch.optim.AdamW([*policy.parameters(), *critic.parameters()], lr=3e-4)
     rewards = score(mine)
     more = [r and Reward(0.0, {}, [0.1 * i * (-1) ** t for t in range(len(r.turns))]) for i, r in enumerate(rewards, 2 * first)]
-    b = train_ppo.advantages(args, policy, critic, None, chat, mine, {"emotion": rewards, "rubric": more}, 0.7)
+    b = train_ppo.advantages(args, policy, critic, reference, chat, mine, {"emotion": rewards, "rubric": more}, 0.7)
     train_ppo.warm_up(args, policy, critic, optimizer, chat, mine, b)
-    seen = train_ppo.update(args, policy, critic, None, optimizer, chat, mine, b)
+    seen = train_ppo.update(args, policy, critic, reference, optimizer, chat, mine, b)
     name = f"ppo_{kind}"
-    out[name], out[name + "_metrics"] = {**policy.state_dict(), **{"critic." + k: v for k, v in critic.state_dict().items()}}, {**{k: seen[k] for k in ("kl", "value_loss", "grad_norm", "critic_grad_norm")}, **b["metrics"]}
+    out[name], out[name + "_metrics"] = {**ranks.whole(policy.state_dict()), **{"critic." + k: v for k, v in ranks.whole(critic.state_dict()).items()}}, {**{k: seen[k] for k in ("kl", "value_loss", "grad_norm", "critic_grad_norm")}, **b["metrics"]}
 if ranks.RANK == 0:
     torch.save(out, sys.argv[3])
 '''
@@ -68,13 +77,14 @@ def torchrun(n, command, **more):
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
 
-@pytest.mark.parametrize("empty", [[], ["one rank has nothing"]])
-def test_two_processes_give_the_loss_and_weights_of_one(empty, tiny_folder, tmp_path, monkeypatch):
-    """GRPO, PPO with a shared critic, PPO with its own; two passes of two mini-batches, a failed user on one side: metrics and all weights within 1e-5."""
+@pytest.mark.parametrize("how", ["whole", "empty", "parted"])
+def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_path, monkeypatch):
+    """GRPO, PPO with a shared critic, PPO with its own; two passes of two mini-batches, a failed user on one side, unequal numbers of micro-batches, a reference, clipped gradients: metrics
+    and all weights within 1e-5. empty: one rank has nothing to learn from; parted: --fsdp."""
     (tmp_path / "child.py").write_text(CHILD)
-    done = torchrun(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", *empty])
+    done = torchrun(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", how])
     assert done.returncode == 0, done.stderr[:3000]
-    monkeypatch.setattr(sys, "argv", ["child.py", str(ROOT), tiny_folder, str(tmp_path / "1.pt"), *empty])
+    monkeypatch.setattr(sys, "argv", ["child.py", str(ROOT), tiny_folder, str(tmp_path / "1.pt"), how])
     runpy.run_path(str(tmp_path / "child.py"))             # alone, in this process
     one, two = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in (1, 2))
     for name in ("grpo", "ppo_False", "ppo_True"):
@@ -104,3 +114,24 @@ def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folde
     assert alone.returncode == 2 and "2 processes" in alone.stderr
     odd = torchrun(3, [ROOT / script, "--run", tmp_path / "three", "--steps", 1, *flags])
     assert odd.returncode != 0 and "3 processes" in odd.stderr and not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("script,more", [("train_grpo.py", ["--kl", "0.01"]), ("train_ppo.py", ["--critic", "separate"])])
+def test_a_parted_run_saves_whole_weights_and_resumes(script, more, tiny_folder, tmp_path):
+    """--fsdp: the checkpoint and best/ are those of an ordinary run; 1 + 1 steps are 2, to the digit; the first step says what whole copies would have said."""
+    flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", *more]
+    resumes = script == "train_grpo.py"                    # PPO's shares that code
+    for run, steps, part in [("one", 1, ["--fsdp"]), ("plain", 1, [])] + [("two", 2, ["--fsdp"])] * resumes:
+        done = torchrun(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags, *part])
+        assert done.returncode == 0, done.stderr[-3000:]
+    if resumes:
+        done = torchrun(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2])
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
+    a, b = metrics(tmp_path / "one")[1], metrics(tmp_path / "plain")[1]
+    assert all(a[k] == pytest.approx(b[k], abs=1e-4) for k in ("reward", "entropy", "grad_norm", "kl", "policy_tokens"))
+    model, _ = load(str(tmp_path / "one" / "best"))
+    state = torch.load(tmp_path / "one" / "checkpoint" / "state.pt", weights_only=True)
+    assert all(type(v) is torch.Tensor and v.shape == model.state_dict()[k].shape for k, v in state["model"].items())
+    alone = subprocess.run([sys.executable, ROOT / script, "--model", tiny_folder, "--run", tmp_path / "x", "--fsdp"], capture_output=True, text=True)
+    assert alone.returncode == 2 and "torchrun" in alone.stderr
