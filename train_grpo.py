@@ -32,7 +32,7 @@ from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
-from weights import build, load, pick_device, pick_dtype, resolve, save
+from weights import DTYPES, build, load, pick_device, pick_dtype, resolve, save
 
 # ---------------------------------------------------------------------------------------------- flags
 PRESETS = {   # every flag on the command line overrides its preset
@@ -228,6 +228,8 @@ def main(argv=None):
             if getattr(args, name) is None:
                 setattr(args, name, value)
     dtype = pick_dtype(args.dtype, device)
+    args.dtype = ranks.everyone([next(name for name, d in DTYPES.items() if d == dtype)])[0]         # one for all, and a run that is resumed computes as it did
+    dtype = DTYPES[args.dtype]
     if args.threads:
         torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))

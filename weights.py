@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from linear import Linear
+from linear import Linear, bf16_is_faster
 from model import Config, Policy
 from rundir import die
 
@@ -46,12 +46,12 @@ def pick_device(name="auto"):
 
 
 def pick_dtype(name, device):
-    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where the hardware multiplies it natively. fp16 is refused."""
+    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where a GPU multiplies it natively, or a CPU was measured to be faster in it. fp16 is refused."""
     if name == "fp16":
         die("--dtype fp16: training in fp16 is refused (gradients underflow); use bf16 or fp32")
     if name != "auto":
         return DTYPES[name]
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) or device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) or device.type == "cpu" and bf16_is_faster()
     return torch.bfloat16 if fast else torch.float32
 
 
