@@ -52,7 +52,7 @@ p.add_argument("--threads", type=positive(int), help="CPU threads (default: torc
 # ---- model
 p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")
 p.add_argument("--cold_start", metavar="none|FILE", help="* imitation of these demonstrations before RL, kept in the user's cache")
-p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32, fp16 is refused; auto = bf16 where the hardware has it (default: %(default)s)")
+p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32, fp16 is refused; auto = bf16 where a GPU has it or a CPU was measured to be faster in it (default: %(default)s)")
 p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
 p.add_argument("--train_layers", type=nonnegative(int), help="* train the upper N layers, freeze the rest; 0 = train everything")
 p.add_argument("--lora", type=nonnegative(int), default=0, metavar="RANK", help="train adapters of this rank beside the layers to be trained, not their weights; wants about 10 times the --lr; 0 = off (default: %(default)s)")

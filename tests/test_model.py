@@ -294,3 +294,20 @@ def test_unknown_models_and_fp16_are_one_line_errors(tmp_path, capsys):
         assert e.value.code == 2 and err.count("\n") == 1 and name in err
     with pytest.raises(SystemExit):
         pick_dtype("fp16", torch.device("cpu"))
+
+
+def test_auto_takes_the_dtype_that_was_measured_faster(monkeypatch, capsys):
+    import linear
+    clock, cpu = [0.0], torch.device("cpu")
+    for slow, wanted in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        def forward(self, x):
+            clock[0] += (3.0 if x.dtype == slow else 1.0) * len(x)
+        monkeypatch.setattr(linear.Linear, "forward", forward)
+        monkeypatch.setattr(linear, "PACKS", [torch.float32, torch.bfloat16])
+        monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
+        linear.bf16_is_faster.cache_clear()
+        assert pick_dtype("auto", cpu) == wanted == pick_dtype("auto", cpu) and capsys.readouterr().out.count("compute dtype") == 1
+    monkeypatch.setattr(linear, "PACKS", [torch.float32])
+    linear.bf16_is_faster.cache_clear()
+    assert pick_dtype("auto", cpu) == torch.float32 and pick_dtype("bf16", cpu) == torch.bfloat16
+    linear.bf16_is_faster.cache_clear()
