@@ -1,6 +1,6 @@
 """
 Speed and memory, side by side with what you would use instead, in one run: A and B take turns, the median of the
-repeats counts, so a busy machine slows both. Every mode prints a table, and one JSON line last. What compares with nobody (roofline, memory, start, scale, gpu) is in machine.py.
+repeats counts, so a busy machine slows both. Every mode prints a table, and one JSON line last (gpu: one a part). What compares with nobody (roofline, memory, start, scale, gpu) is in machine.py.
 
 Left out on purpose: a timed test (timing belongs here, tests are about right and wrong) and vLLM (needs a GPU).
 
@@ -106,12 +106,15 @@ def their_generate(theirs, histories, new):
 
 @torch.no_grad()
 def their_batch(theirs, prompts, new):
-    """transformers' continuous batching on the same prompts, with no more pages than they need (its default takes most of the memory)."""
+    """transformers' continuous batching on the same prompts, with no more pages than they need (its default takes most of the memory). Its manager starts anew
+    in each call, as a rollout would have it: weights change in between."""
     how = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=0)
     theirs.generation_config, most = how, sum(map(len, prompts)) + len(prompts) * new
     pages = transformers.generation.configuration_utils.ContinuousBatchingConfig(page_size=32, num_blocks=most // 32 + 2 * len(prompts) + 8, max_batch_tokens=max(512, len(prompts)))
     out = theirs.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=pages, persistent_manager=False, warmup=False)
-    return [out[k].generated_tokens for k in sorted(out, key=lambda k: int(k.rpartition("_")[2]))]
+    tokens = [out[k].generated_tokens for k in sorted(out, key=lambda k: int(k.rpartition("_")[2]))]
+    assert [len(t) for t in tokens] == [new] * len(prompts), "generate_batch stopped early"
+    return tokens
 
 
 # ---------------------------------------------------------------------------------------------- decode

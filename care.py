@@ -102,23 +102,23 @@ def entropy_of(rubric):
 
 def preference_reward(margin, rubric, tau=0.1, floor=0.5):
     """r = 1[m > 0] + .5 1[m = 0] + .3 tanh(m / tau) + .1 - .1 max(0, criteria - 9) / 9 - max(0, floor - H(w)): right about the two replies, by how much, well-formed, not endless, and
-    not all on one dimension. m = R(chosen) - R(rejected). 0 for a text that is no rubric (rubric None)."""
-    if rubric is None:
+    not all on one dimension. m = R(chosen) - R(rejected). 0 for a text that is no rubric (rubric None), or by which the judge could not mark (margin None)."""
+    if rubric is None or margin is None:
         return 0.0
     return (margin > 0) + 0.5 * (margin == 0) + 0.3 * float(np.tanh(margin / tau)) + 0.1 - 0.1 * max(0, rubric.size - 9) / 9 - max(0.0, floor - rubric.entropy)
 
 
 def margins(rater, pairs, rubrics, rng=None):
-    """R(chosen) - R(rejected) of each pair under its rubric, 0 where the judge could not be read. The two are marked in random order."""
+    """R(chosen) - R(rejected) of each pair under its rubric, None where the judge could not be read. The two are marked in random order."""
     swap = (rng or np.random.default_rng(0)).random(len(pairs)) < 0.5
     items = [(p.moment, reply, 0, True) for p, s in zip(pairs, swap) for reply in ((p.rejected, p.chosen) if s else (p.chosen, p.rejected))]
     R = rubric_scores("care", rater, items, [r for r in rubrics for _ in range(2)])
-    return [0.0 if None in (a, b) else (b - a if s else a - b) for a, b, s in zip(R[::2], R[1::2], swap)]
+    return [None if None in (a, b) else (b - a if s else a - b) for a, b, s in zip(R[::2], R[1::2], swap)]
 
 
 def measure(stage, pairs, rubrics, rater):
     """Rows of rubrics.jsonl: what each pair's rubric says, FIXED where it is none, and whether it prefers the chosen reply."""
-    found = margins(rater, pairs, [r or FIXED for r in rubrics])
+    found = [m or 0.0 for m in margins(rater, pairs, [r or FIXED for r in rubrics])]      # could not be marked: no preference
     return [{"stage": stage, "id": p.id, "dialogue": p.id.rsplit("-", 1)[0], "turn": len(p.moment.said), "emotion": p.moment.emotion, "band": p.moment.band, "intent": p.moment.intent, "fault": p.fault,
              "valid": r is not None, "weights": list((r or FIXED).weights), "entropy": entropy_of(r), "rubric": str(r or FIXED), "margin": m, "right": (m > 0) + 0.5 * (m == 0)} for p, r, m in zip(pairs, rubrics, found)]
 
@@ -206,7 +206,7 @@ def prefer(args, rater, device, dtype):
             worth = [preference_reward(m, r) for m, r in zip(found, rubrics)]
             advantages, flat = trajectory_advantages([SimpleNamespace(total=w, turns=[w]) for w in worth], args.group_size, 0.1)
             metrics = update(how, model, model, optimizer, chat, episodes, advantages)
-            record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([(m > 0) + 0.5 * (m == 0) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
+            record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([((m or 0) > 0) + 0.5 * (not m) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
                       "weight_entropy": float(np.mean([entropy_of(r) for r in rubrics])), "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
             with open(run / "prefer.jsonl", "w" if step == 0 else "a", encoding="utf-8") as f:
                 f.write(json.dumps(record) + "\n")

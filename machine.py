@@ -55,12 +55,12 @@ def grpo_settings(**changed):
 
 # ---------------------------------------------------------------------------------------------- roofline
 def speeds(device, dtype, threads):
-    """Bytes a second of reading and writing (a copy counts both ways) and multiplications-and-additions x 2 a second of a square product: the medians of 5."""
+    """Bytes a second of reading and writing (a copy counts both ways) and multiplications-and-additions x 2 a second of a square product: the medians of 5 rounds of 4 each, launched together."""
     big = torch.empty(64 * 2 ** 20, dtype=torch.float32, device=device).fill_(1)                       # 256 MB: no cache holds it
     other, n = torch.empty_like(big), 4096 if device.type == "cuda" else 1536
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    copy = statistics.median(timed(other.copy_, big)[1] for _ in range(6))
-    product = statistics.median(timed(torch.mm, a, b)[1] for _ in range(6))
+    four = lambda f, *x: [f(*x) for _ in range(4)]
+    copy, product = (statistics.median(timed(four, *what)[1] / 4 for _ in range(5)) for what in ((other.copy_, big), (torch.mm, a, b)))
     return 2 * big.nbytes / copy, 2 * n ** 3 / product
 
 
@@ -77,11 +77,12 @@ def seconds_a_token(model, B, context, new, seed, repeats):
     """The median over `repeats` rounds of sample()'s time a token, after a prompt of `context` tokens."""
     rng, out = random.Random(seed), []
     prompts = [random_ids(context, model.config.vocab, rng) for _ in range(B)]
+    assert new > 1
     for repeat in range(repeats + 1):
         cache = Cache(model, B, context + new + 1)
         hidden = append(model, cache, prompts)
         _, s = timed(lambda: sample(model, cache, hidden, [new] * B, set(), temperature=1.0, generator=torch.Generator().manual_seed(seed)))
-        out += [s / new] if repeat else []
+        out += [s / (new - 1)] if repeat else []           # the first token needs no forward: its state is there
     return statistics.median(out)
 
 
@@ -116,6 +117,16 @@ def memory_child(args):
     print(json.dumps({"peak": memory("VmHWM")}))
 
 
+def frozen_copies(args):
+    """Bytes of the laid-out copies of those matrices that no gradient goes to: an update makes them once and keeps them."""
+    if pick_device().type != "cpu" and args.dtype == "fp32":
+        return 0
+    with torch.device("meta"):
+        model = network.Policy(read_config(config_of(resolve(args.model))))
+    model.train_only_upper(args.train_layers)
+    return DTYPES[args.dtype].itemsize * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.weight.requires_grad)
+
+
 def memory_mode(args):
     if args.child:
         return memory_child(args)
@@ -126,7 +137,7 @@ def memory_mode(args):
         die(f"the measured process failed: {(run.stderr or bare.stderr).strip().splitlines()[-1:]}")
     program, measured = float(bare.stdout), json.loads(run.stdout.splitlines()[-1])["peak"]
     p = plans.plan(read_config(config_of(resolve(args.model))), DTYPES[args.dtype], pick_device(), layers=args.train_layers, lora=0, dialogues=0, max_tokens=0, micro_tokens=args.micro, checkpointed=args.checkpoint_layers)
-    p["always"]["copies to sample with"] = 0               # nothing was sampled
+    p["always"]["copies to sample with"] = frozen_copies(args)         # nothing was sampled
     planned = plans.peak(p) / 1e9
     print(f"{args.model}, {args.dtype}, upper {args.train_layers} layers, micro-batches of {args.micro} tokens: {measured:.2f} GB at the peak, {program:.2f} of them the program itself; the plan says {planned:.2f}, "
           f"{(measured - program) / planned - 1:+.0%} measured over it")
@@ -142,7 +153,7 @@ def start(args):
         with tempfile.TemporaryDirectory() as folder:
             begin = time.time()
             run = subprocess.run([sys.executable, str(ROOT / "train_grpo.py"), "--model", args.model, "--cold_start", "none", "--steps", "1", "--groups", "4", "--group_size", "2", "--minibatches", "1", "--max_turns", "1",
-                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--run", f"{folder}/run"], cwd=ROOT, capture_output=True, text=True)
+                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--dtype", args.dtype, "--run", f"{folder}/run"], cwd=ROOT, capture_output=True, text=True)
             if run.returncode:
                 die(f"train_grpo.py failed: {run.stderr.strip().splitlines()[-1:]}")
             steps.append(time.time() - begin)
@@ -155,7 +166,7 @@ def start(args):
 def scale_child(args):
     """One process of several: two GRPO updates on its share of the same episodes; rank 0 writes weights and metrics."""
     ranks.begin(torch.device("cpu"))
-    model, _ = load(args.model)
+    model, _ = load(args.model, DTYPES[args.dtype])
     model.train_only_upper(args.train_layers)
     episodes, rewards, chat = synthetic(model, args.rows, args.tokens, 0.3, args.seed, 4)
     first, groups = ranks.share(list(range(args.rows // 4)))
@@ -176,7 +187,7 @@ def scale(args):
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for n in (1, 2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "--", str(ROOT / "bench.py"), "scale", "--child", f"{folder}/{n}", "--model", args.model, "--threads", str(max(1, args.threads // n)),
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "--", str(ROOT / "bench.py"), "scale", "--child", f"{folder}/{n}", "--model", args.model, "--dtype", args.dtype, "--threads", str(max(1, args.threads // n)),
                        "--rows", str(args.rows), "--tokens", str(args.tokens), "--train_layers", str(args.train_layers), "--seed", str(args.seed)]
             run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(max(1, args.threads // n))})
             if run.returncode:
@@ -199,9 +210,8 @@ def gpu(args):
     print(f"{device}, torch {torch.__version__}, {args.minutes} minutes")
     how = lambda **more: SimpleNamespace(**{**vars(args), "mode": "gpu", **more})
     for size in sizes:
-        each = how(model=f"random:{size}", dtype="bf16")
-        model, _ = random_model(each)
-        model.requires_grad_(False)
+        each = how(model=f"random:{size}", dtype="fp32")
+        model = random_model(each)[0].requires_grad_(False)
 
         @torch.no_grad()
         def tokens(recording, B, temperature):
@@ -210,16 +220,20 @@ def gpu(args):
             prompts = [random_ids(rng.randint(64, 192), model.config.vocab, rng) for _ in range(B)]
             cache = Cache(model, B, 512)
             hidden = append(model, cache, prompts)
-            found, s = timed(lambda: sample(model, cache, hidden, [rng.randint(8, 128) for _ in range(B)], {5}, temperature=temperature, generator=torch.Generator().manual_seed(args.seed)))
-            return found, s
-        for B, temperature in ((1, 0), (8, 0.8), (32, 0), (128, 0.8)):
+            budgets = [128] * B if model.dtype == torch.float32 else [rng.randint(8, 128) for _ in range(B)]      # equal ones, where tokens are compared: the sides retire rows at different sizes
+            return timed(lambda: sample(model, cache, hidden, budgets, set(), temperature=temperature, generator=torch.Generator().manual_seed(args.seed)))
+        for dtype, B, temperature in (("fp32", 1, 0), ("fp32", 8, 0.8), ("bf16", 1, 0), ("bf16", 8, 0.8), ("bf16", 32, 0), ("bf16", 128, 0.8)):      # fp32: whether it is right; bf16: how fast
+            if left() < 60:
+                print(f"graphs {size} {dtype} B={B}: left out, {max(0, left()):.0f} s are left")
+                continue
+            model.dtype = DTYPES[dtype]
             tokens(True, B, temperature)                   # warm
             (a, la), with_graph = tokens(True, B, temperature)
             still_on = network.GRAPHS["device"] == "cuda"
             (e, le), without = tokens(False, B, temperature)
             same, gap = statistics.mean(x == y for x, y in zip(a, e)), max((abs(x - y) for r, q in zip(la, le) if len(r) == len(q) for x, y in zip(r, q)), default=0.0)
-            print(f"{size} B={B:<4d} temperature {temperature}: recorded {sum(map(len, a)) / with_graph:8.0f} tokens/s, stepwise {sum(map(len, e)) / without:8.0f}; rows with the same tokens {same:.2f}, log-probs within {gap:.4f}{'' if still_on else '; RECORDING FAILED'}", flush=True)
-            finish(how(part="graphs", model=each.model, dtype="bf16", batch=B, temperature=temperature), recorded=round(sum(map(len, a)) / with_graph), stepwise=round(sum(map(len, e)) / without), ratio=round(without / with_graph, 2), agreement=same, recording=still_on)
+            print(f"{size} {dtype} B={B:<4d} temperature {temperature}: recorded {sum(map(len, a)) / with_graph:8.0f} tokens/s, stepwise {sum(map(len, e)) / without:8.0f}; rows with the same tokens {same:.2f}, log-probs within {gap:.4f}{'' if still_on else '; RECORDING FAILED'}", flush=True)
+            finish(how(part="graphs", model=each.model, dtype=dtype, batch=B, temperature=temperature), recorded=round(sum(map(len, a)) / with_graph), stepwise=round(sum(map(len, e)) / without), ratio=round(without / with_graph, 2), agreement=same, recording=still_on)
         network.GRAPHS["device"] = "cuda"
         del model
         torch.cuda.empty_cache()
@@ -230,18 +244,23 @@ def gpu(args):
                 continue
             f(how(part=name, model=each.model, dtype="bf16", **more))
             torch.cuda.empty_cache()
-        if left() > 60:                                    # one whole update, all layers
-            model, _ = random_model(each)
+        if left() < 60:
+            print(f"update {size}: left out, {max(0, left()):.0f} s are left")
+        else:                                              # one whole update, all layers
+            model = random_model(how(model=each.model, dtype="bf16"))[0]
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
             episodes, rewards, chat = synthetic(model, 64, 512, 0.3, args.seed, 8)
             advantages, _ = train_grpo.trajectory_advantages(rewards, 8, 1e-4)
             torch.cuda.reset_peak_memory_stats()
             seconds = [timed(train_grpo.update, grpo_settings(tokens_per_microbatch=8192), model, None, optimizer, chat, episodes, advantages)[1] for _ in range(3)]
             p = plans.plan(model.config, torch.bfloat16, pick_device(), layers=0, lora=0, dialogues=0, max_tokens=0, micro_tokens=8192)
+            p["always"]["copies to sample with"] = 0
             print(f"{size}: one update on 64 rows of 512 tokens {statistics.median(seconds[1:]):.2f} s, {memory('VmHWM'):.1f} GB at the peak, the plan says {plans.peak(p) / 1e9:.1f}", flush=True)
             finish(how(part="update", model=each.model, dtype="bf16"), seconds=round(statistics.median(seconds[1:]), 3), peak_gb=round(memory("VmHWM"), 2), plan_gb=round(plans.peak(p) / 1e9, 2))
             del model, optimizer
             torch.cuda.empty_cache()
-    if left() > 60:
+    if left() < 60:
+        print("logprob: left out")
+    else:
         bench.logprob(how(part="logprob", tokens=4096, vocab=151936, width=896, dtype="bf16", repeats=2, child=None))
     print(f"{(time.time() - begin) / 60:.1f} minutes")

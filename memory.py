@@ -36,13 +36,14 @@ def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, po
     count = lambda ps: sum(p.numel() for p in ps)
     adapters = sum(lora * (m.in_features + m.out_features) for block in blocks for m in block.modules() if isinstance(m, Linear)) if lora else 0
     parameters, trained = count(model.parameters()), adapters or count(p for p in model.parameters() if p.requires_grad)
-    copies = b * parameters if device.type == "cpu" or b == 2 else 0                                  # laid out for the CPU, or cast
+    # laid out for the CPU, cast, or with adapters merged in; of a separate critic and a reference too, which are read without gradients
+    copies = b * parameters * (policies + frozen) if device.type == "cpu" or b == 2 or lora else 0
     always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen) // shards, "copies to sample with": copies, "Adam": 0 if offload and device.type != "cpu" else 8 * trained * policies // shards}
     sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab, "gathered": 4 * parameters * (shards > 1)}
     depth = len(blocks) if checkpointed else 0
     update = {"gradients": 4 * trained * policies // shards, "casts": b * trained if b == 2 else 0,
               "activations": micro_tokens * (depth * kept_per_token(c, b, True) + (len(blocks) if not checkpointed else 1) * kept_per_token(c, b) + 3 * b * c.mlp + 8 * c.width),
-              "head": (4 * c.width * c.vocab if layers == 0 and not lora else 0) + 3 * 4 * 8192 * min(micro_tokens, 2048)}
+              "head": (4 * c.width * c.vocab if layers == 0 and not lora else 0) + 3 * 4 * 8192 * micro_tokens // 2}                 # of the tokens half at most are the policy's
     return {"always": always, "sampling": sampling, "update": update}
 
 
@@ -60,19 +61,20 @@ def available(device):
     if os.path.exists("/proc/meminfo"):
         free.append(int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) * 1024)
     if os.path.exists("/sys/fs/cgroup/memory.max") and (most := Path("/sys/fs/cgroup/memory.max").read_text().strip()) != "max":
-        free.append(int(most) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        free.append(int(most) - int(Path("/sys/fs/cgroup/memory.current").read_text()) + int(stat["inactive_file"]))       # files that were read make room
     return min(free) if free else None
 
 
 def check(folder, dtype, device, **shape):
     """Prints the plan of the model in `folder` (or .gguf); SystemExit where it is more than there is, with what to change. -> tokens of a micro-batch: shape's micro_tokens, or for "auto"
-    as many as fit beside the rest in 80 % of what is free, at least one whole dialogue, at most 32768 (4096 on a CPU, where more is no faster)."""
+    as many as fit beside the rest in 80 % of what is free, at least one whole dialogue, at most 32768 (4096 on a CPU, where more is no faster, and where nobody says what is free)."""
     c = read_config(config_of(Path(folder)))
-    free, gb, most = available(device), 1e9, 4096 if device.type == "cpu" else 32768
+    free, gb = available(device), 1e9
+    most = 32768 if free and device.type != "cpu" else 4096
     if shape["micro_tokens"] == "auto":
-        full = plan(c, dtype, device, **{**shape, "micro_tokens": most})
-        each = full["update"]["activations"] / most
-        rest = sum(full["always"].values()) + sum(full["update"].values()) - each * most
+        total = lambda n: sum(sum(p[part].values()) for p in [plan(c, dtype, device, **{**shape, "micro_tokens": n})] for part in ("always", "update"))
+        rest, each = total(0), (total(most) - total(0)) / most
         shape["micro_tokens"] = max(min(int((0.8 * free - rest) / each) if free else most, most), shape["max_tokens"])
         print(f"micro-batches of {shape['micro_tokens']} tokens, by the plan")
     p = plan(c, dtype, device, **shape)

@@ -321,7 +321,7 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     sync of the loop); then rows that still talk are moved to the front and the others cost nothing more.
 
     CUDA: launching a step's kernels one by one takes longer than running them, so a step is recorded once (torch.cuda.CUDAGraph) and replayed. A recording holds one number of rows
-    and of cache slots; rows are retired in powers of two, so that there are few. It lives in one call, where weights don't change; it costs about three steps.
+    and of cache slots; rows are retired in powers of two, so that there are few. It lives in one call, where weights don't change.
     """
     B, device, longest = len(budgets), cache.n.device, max(budgets)
     start = int(cache.n.max())
@@ -365,6 +365,7 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
         at.add_(1)
 
     def step():
+        view.top = (start + longest if record else start + t) - 1      # recorded: a mask over all slots that will be there
         # a finished row keeps writing garbage to its slot n, which nobody sees: its n stays
         hidden.copy_(model(token[:, None], view, going.long())[:, 0])                                 # (R, D)
         draw()
@@ -384,7 +385,6 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
                 order[:len(alive)] = [order[p] for p in places]
                 index = torch.tensor(places[:size], device=device)
                 token, live, going, hidden, view, graph = token[index], live[index], going[index], hidden[index], cache.first(size), None
-        view.top = (start + longest if record else start + t) - 1      # recorded: a mask over all slots that will be there
         if graph is not None:
             graph.replay()
         elif record and longest - t > 16:
@@ -404,23 +404,24 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     return [r[:n] for r, n in zip(rows_t, count)], [r[:n] for r, n in zip(rows_l, count)]
 
 
-GRAPHS = {"device": "cuda", "pool": None}                  # device: where steps are recorded, None once that failed; pool: the memory that recordings share, one after the other
+GRAPHS = {"device": "cuda", "stream": None}                # device: where steps are recorded, None once that failed; stream: the one on which they all are, since each keeps a workspace of its own
 
 
 def recorded(step):
-    """Runs step() once, on a stream of its own as recording wants it, then records it without running. -> the CUDAGraph, or None and one printed line where this machine can't."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    """Runs step() once, on the stream of recordings, then records it there without running. -> the CUDAGraph, or None and one printed line where this machine can't."""
+    GRAPHS["stream"] = side = GRAPHS["stream"] or torch.cuda.Stream()
+    before = torch.cuda.current_stream()
+    side.wait_stream(before)
     with torch.cuda.stream(side):
         step()
-    torch.cuda.current_stream().wait_stream(side)
-    try:
-        GRAPHS["pool"] = GRAPHS["pool"] or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=GRAPHS["pool"]):
+    before.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:                                                   # thread_local: what other threads do meanwhile (a served user, a communication watchdog) spoils nothing
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             step()
         return graph
     except RuntimeError as e:
+        torch.cuda.set_stream(before)                      # a capture that breaks off may leave us on its own
         GRAPHS["device"] = None
         print(f"CUDA graphs are off, decoding goes on without: {str(e).splitlines()[0]}", flush=True)
         return None
@@ -442,7 +443,7 @@ def truncate(logits, top_k=0, top_p=1.0):
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, stop_ids, **how):
     """Prompts (lists of ids, any lengths) -> (tokens, logprobs, cache): append + sample, for callers with one turn."""
-    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens + 1)
     hidden = append(model, cache, prompts)
     return *sample(model, cache, hidden, [max_new_tokens] * len(prompts), stop_ids, **how), cache
 

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from linear import KEPT
 from model import token_logprobs
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK, WORLD, LOCAL = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 
 
 def begin(device):
@@ -38,15 +38,23 @@ def begin(device):
 
 
 def in_turn(make):
-    """make(), on rank 0 first: it may download, or train a cold start, which the others then find in the cache."""
+    """make(), on the first rank of each machine first: it may download, or train a cold start, which the others then find in the cache."""
     if WORLD == 1:
         return make()
-    if RANK:
+    if LOCAL:
         dist.barrier()
     out = make()
-    if not RANK:
+    if not LOCAL:
         dist.barrier()
     return out
+
+
+@torch.no_grad()
+def same(model):
+    """Every rank gets rank 0's parameters: a cold start made on another machine need not be the same to the last bit. -> model"""
+    for p in model.parameters() if WORLD > 1 else ():
+        dist.broadcast(p, 0)
+    return model
 
 
 def share(rows):

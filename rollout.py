@@ -196,7 +196,7 @@ def check_template(args, scenarios):
 
 
 def check_budget(model, chat, scenarios, max_new_tokens, max_tokens):
-    """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions."""
+    """SystemExit unless every scenario's opening and one reply fit into max_tokens, and those into the model's positions. Who reads on after the end (states, a probe) asks for more."""
     if max_tokens > model.config.max_positions:
         die(f"--max_tokens {max_tokens}: this model knows {model.config.max_positions} positions; lower it")
     longest, name = max((len(chat.opening(" ".join([s.opening, *s.facts[:1]]), s.id)) + chat.extra, s.id) for s in scenarios)       # a user that volunteers opens with its first fact
@@ -365,6 +365,8 @@ def overlapped(model, chat, users, jobs, copies=1, generator=None, progress=None
 
     def half(which, part):
         try:
+            if (device := model.model.embed_tokens.weight.device).type == "cuda":
+                torch.cuda.set_device(device)              # each thread has a current one of its own
             with lock:
                 out[which] = rollout(model, chat, Waiting(), part, copies, generator=torch.Generator().manual_seed(seeds[which]), progress=progress, **how)
         except BaseException as e:

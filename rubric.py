@@ -237,10 +237,10 @@ class LanguageRater:
                     {"role": "user", "content": f"They say: {' '.join(m.said[-1].split())}\nIn one sentence: what should a reply do to understand, to comfort and to reach this very person?"}] for m in moments]
         keys = [hashlib.sha256(json.dumps(p).encode()).hexdigest()[:24] for p in prompts]
         if new := {k: p for k, p in zip(keys, prompts) if k not in self.kept}:
-            self.kept |= dict(zip(new, (" ".join((t or "").split())[:300] for t in self.complete(list(new.values()), 60))))
+            self.kept |= {k: " ".join(t.split())[:300] for k, t in zip(new, self.complete(list(new.values()), 60)) if t and t.strip()}      # a call that failed is asked again next time
         while len(self.kept) > max(20_000, len(set(keys))):
             self.kept.popitem(last=False)
-        return [self.kept[k] for k in keys]
+        return [self.kept.get(k, "") for k in keys]
 
 
 def marks(text, questions):
@@ -355,7 +355,7 @@ def score(episodes):
 def reward_parts(text):
     """argparse type: "emotion+format+rubric:care-prior" -> itself, checked."""
     first, *more = text.split("+")
-    if first != "emotion" or len(set(more)) != len(more) or not all(part == "format" or part.startswith("rubric:") and part[7:] in RUBRICS for part in more):
+    if first != "emotion" or len(set(part.partition(":")[0] for part in more)) != len(more) or not all(part == "format" or part.startswith("rubric:") and part[7:] in RUBRICS for part in more):
         raise ValueError
     return text
 

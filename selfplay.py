@@ -84,8 +84,8 @@ def label_logprobs(model, chat, us, batch=16):
 def evaluate(model, chat, us, name, quiet=False):
     """Scores on utterances with gold, by label log-probs and by sampled text (greedy). -> dict of numbers, printed unless quiet."""
     logp = label_logprobs(model, chat, us)
-    read = [parse(e.replies[0]) for a in range(0, len(us), 64) for e in answers(model, chat, [chat.prompt(understand(u)) for u in us[a:a + 64]], 1, 12, 0.0, None)]
-    by_logp, by_text = [LABELS[k] for k in logp.argmax(1).tolist()], [None if r is None else sorted(r, key=LABELS.index)[0] for r in read]
+    texts = [e.replies[0].lower() for a in range(0, len(us), 64) for e in answers(model, chat, [chat.prompt(understand(u)) for u in us[a:a + 64]], 1, 12, 0.0, None)]
+    by_logp, by_text = [LABELS[k] for k in logp.argmax(1).tolist()], [r and min(r, key=text.find) for text in texts for r in [parse(text)]]       # of two, the one named first
     hit = [100.0 * (p in u.gold) for p, u in zip(by_logp, us)]
     low, high = bootstrap(hit, [u.dialogue for u in us])
     top, n = Counter(u.gold[0] for u in us).most_common(1)[0]
@@ -118,7 +118,7 @@ def sft(args, us, device, dtype):
     run = Path(args.out)
     if run.exists():
         die(f"--out {run} exists; give another name or remove it")
-    train, heldout = ([u for u in us if u.split == split] for split in ("train", "heldout"))
+    train, heldout = ([u for u in us if u.split == split and u.gold] for split in ("train", "heldout"))
     assert_clean(train, *forbidden(us))
     gold = [u.gold for u in train]
     if args.shuffle:
@@ -144,8 +144,8 @@ def sft(args, us, device, dtype):
 def rewards(group, gold, weight=0.2, s=0.1):
     """(1 - lam) overlap with gold + lam consistency, one number per answer of a group; gold () means the labels that half of the group named. An answer that can't be read is worth 0, and
     counts as the empty set to the others. Without gold and without a majority nothing is known: all 0."""
-    target = gold or majority([a for a in group if a is not None])
     sets = [a or frozenset() for a in group]
+    target = gold or majority(sets)                        # half of the whole group: what can't be read is no vote, and no abstention either
     if not target:
         return [0.0] * len(group)
     return [0.0 if a is None else (1 - weight) * iou(a, target, s) + weight * c for a, c in zip(group, consistency(sets, s))]
@@ -154,7 +154,9 @@ def rewards(group, gold, weight=0.2, s=0.1):
 def self_grpo(args, us, device, dtype):
     """GRPO over groups of understanding answers; the loss is train_grpo.py's. --unlabelled: share of the training dialogues whose gold is hidden."""
     run, (model, tokenizer, chat, start) = Path(args.run), begin(args, device, dtype)
-    train, dev, heldout = ([u for u in us if u.split == split] for split in ("train", "dev", "heldout"))
+    train, dev, heldout = ([u for u in us if u.split == split and (u.gold or split == "train")] for split in ("train", "dev", "heldout"))
+    if len(train) < args.batch:
+        die(f"--batch {args.batch}: only {len(train)} training utterances in {args.emotions}")
     assert_clean(train, *forbidden(us))
     names = sorted({u.dialogue for u in train})
     hidden = set(np.random.default_rng([args.seed, 3]).permutation(names)[:round(args.unlabelled * len(names))].tolist())
@@ -196,9 +198,9 @@ def keepable(group, target, threshold=0.6):
 
 def fly(args, us, device, dtype):
     """Rounds of: write a line towards an emotion, understand it `group_size` times, keep by three tests, learn both roles from what was kept. The dialogues are the training ones; no label of theirs is read.
-    Each round logs the share kept, accuracy on the dev gold, the entropy of the labels given; --guard stops before a round that would start from a fallen accuracy."""
+    Each round logs the share kept, accuracy on the dev gold, the entropy of the labels given; --guard takes back a round after which the accuracy has fallen, and ends there."""
     run, (model, tokenizer, chat, start) = Path(args.run), begin(args, device, dtype)
-    seeds, dev, heldout = ([u for u in us if u.split == split] for split in ("train", "dev", "heldout"))
+    seeds, dev, heldout = ([u for u in us if u.split == split and (u.gold or split == "train")] for split in ("train", "dev", "heldout"))
     ids, hashes = forbidden(us)
     assert_clean(seeds, ids, hashes)
     found = [evaluate(model, chat, heldout, start)]
@@ -211,11 +213,14 @@ def fly(args, us, device, dtype):
             targets = [LABELS[(i + round_) % 7] for i in range(len(chosen))]                          # every emotion equally often
             speakers = [next((who for who, _ in reversed(u.lines[:-1]) if who != u.speaker), u.speaker) for u in chosen]
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + round_)
-            said = [" ".join(e.replies[0].split()) for e in answers(model, chat, [chat.prompt(express(u.lines, who, t)) for u, who, t in zip(chosen, speakers, targets)], 1, 40, 0.8, generator)]
+            lines = answers(model, chat, [chat.prompt(express(u.lines, who, t)) for u, who, t in zip(chosen, speakers, targets)], 1, 40, 0.8, generator)
+            said = [" ".join(e.replies[0].split()) for e in lines]
             new = [Utterance(u.dialogue, "train", (*u.lines, (who, text)), ()) for u, who, text in zip(chosen, speakers, said)]
             episodes = answers(model, chat, [chat.prompt(understand(u)) for u in new], args.group_size, 12, 1.0, generator)
             groups = [[parse(e.replies[0]) for e in episodes[k * args.group_size:(k + 1) * args.group_size]] for k in range(len(new))]
-            kept = [(u, t) for u, t, g in zip(new, targets, groups) if 3 <= len(u.lines[-1][1].split()) and keepable(g, t, args.threshold)]
+            # a line that was cut off, or that happens to be a held-out one word for word, is no lesson
+            kept = [(u, t) for u, t, g, e in zip(new, targets, groups, lines) if 3 <= len(u.lines[-1][1].split()) and not e.cuts[0] and keepable(g, t, args.threshold)
+                    and hashlib.sha256(u.lines[-1][1].encode()).hexdigest() not in hashes]
             assert_clean([u for u, _ in kept], ids, hashes)
             rows = [row for u, t in kept for row in (lesson(chat, understand(u), t), lesson(chat, express(u.lines[:-1], u.speaker, t), u.lines[-1][1]))]
             before = {k: v.clone() for k, v in model.state_dict().items()} if args.guard else None
@@ -224,7 +229,7 @@ def fly(args, us, device, dtype):
                 fit(model, chat, rows, 1, args.lr, 16, args.seed + round_)
             seen = evaluate(model, chat, dev, "dev", quiet=True)
             record = {"round": round_ + 1, "lines": len(new), "kept": len(kept) / len(new), "kept_by_label": Counter(t for _, t in kept), "dev": seen["accuracy"], "label_entropy": seen["label_entropy"],
-                      "agreement": float(np.mean([np.mean(consistency([a or frozenset() for a in g])) for g in groups])), "seconds": round(time.time() - began, 1)}
+                      "agreement": float(np.mean([np.mean(consistency([a or frozenset({i}) for i, a in enumerate(g)])) for g in groups])), "seconds": round(time.time() - began, 1)}
             log(run / "fly.jsonl", record, round_ == 0)
             print(f"round {round_ + 1}  kept {100 * record['kept']:.1f} % of {len(new)}  agreement {record['agreement']:.2f}  dev accuracy {record['dev']:.1f}  entropy of labels {record['label_entropy']:.2f}  {record['seconds']:.0f} s", flush=True)
             if args.guard and seen["accuracy"] < best - args.tolerance:
@@ -311,10 +316,13 @@ def main(argv=None):
     device = pick_device()
     dtype = pick_dtype(args.dtype, device)
     if what == "test":
+        sets = [(path, [u for u in us if u.gold and u.split == "heldout"]) for path, us in sets]
+        if empty := next((path for path, us in sets if not us), None):
+            die(f"{empty}: no utterance of split heldout with a label; a file without splits is tested on whole")
         resolve(args.model)
         model, tokenizer = load(args.model, dtype, device)
         chat = Chat(tokenizer, model.config.vocab)
-        found = [evaluate(model, chat, [u for u in us if u.gold and u.split == "heldout"], Path(path).name) for path, us in sets]
+        found = [evaluate(model, chat, us, Path(path).name) for path, us in sets]
     else:
         found = {"sft": sft, "grpo": self_grpo, "fly": fly}[what](args, sets[0][1], device, dtype)
     if args.record:

@@ -375,6 +375,7 @@ def main(argv=None):
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load(device) if args.resume else None
     model, tokenizer = load(str(init), dtype, device)
+    ranks.same(model)
     if args.train_layers > len(model.model.layers):
         die(f"--train_layers {args.train_layers}: this model has {len(model.model.layers)}")
     model.train_only_upper(args.train_layers)
@@ -424,16 +425,24 @@ def main(argv=None):
         """pending: the record of this step, where its dev score is still to come."""
         run.save({"model": ranks.whole(model.state_dict()), "critic": ranks.whole(critic.state_dict()), "optimizer": ranks.whole(optimizer.state_dict()), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
 
+    def within_budget(work, step, pending=None):
+        """work(); where a served user or judge has spent its calls, on any rank, saves first, then ends the program."""
+        out, spent = None, ""
+        try:
+            out = work()
+        except BudgetSpent as e:
+            spent = str(e)
+        if ranks.total(int(bool(spent))):
+            checkpoint(step, pending)
+            die(f"{spent or 'another process has spent its calls'}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+        return out
+
     def score_dev(record):
         """Adds the score on the dev split to this step's record; keeps the best policy. The same dialogue seeds each time, so that scores differ by the policy only.
         Where the user can't go on, saves first, then ends the program."""
         nonlocal best
-        try:
-            with ranks.gathered(model):
-                played = evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk)
-        except BudgetSpent as e:
-            checkpoint(record["step"], record)
-            die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+        with ranks.gathered(model):
+            played = within_budget(lambda: evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk), record["step"], record)
         found = evaluate.summary(played)
         if found["n"] == 0:
             checkpoint(record["step"], record)
@@ -467,12 +476,8 @@ def main(argv=None):
             first, jobs = ranks.share(jobs)                # of several processes each plays its groups
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step + 500_009 * ranks.RANK)
             with tqdm(total=len(jobs) * args.group_size * args.max_turns, desc=f"step {step + 1}", unit="reply", leave=False, disable=ranks.RANK > 0) as bar:
-                try:
-                    with ranks.gathered(model):
-                        episodes = (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk)
-                except BudgetSpent as e:
-                    checkpoint(step)
-                    die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+                with ranks.gathered(model):
+                    episodes = within_budget(lambda: (overlapped if args.overlap else rollout)(model, chat, users, jobs, args.group_size, generator=generator, progress=bar, keep_states=critic.own is None, **talk), step)
             clock.append(time.time())
             for e in episodes:
                 e.group += first
@@ -480,11 +485,7 @@ def main(argv=None):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
-            try:
-                streams = stack.streams(episodes)
-            except BudgetSpent as e:                       # of a served judge
-                checkpoint(step)
-                die(f"{e}; saved {run.path}: go on with --resume {run.path} --server_calls N")
+            streams = within_budget(lambda: stack.streams(episodes), step)
             rewards = streams["emotion"]
             judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, streams, lam)
             warming = step == 0 and args.critic_warmup > 0

@@ -89,7 +89,7 @@ def test_as_many_tokens_as_fit(tiny_folder, monkeypatch, capsys):
     held = lambda n: sum(sum(memory.plan(c, torch.float32, torch.device("cuda"), **{**shape, "micro_tokens": n})[part].values()) for part in ("always", "update"))
     assert held(chosen[35 * 10 ** 7] - 1) <= 0.8 * 35 * 10 ** 7 <= held(chosen[35 * 10 ** 7] + 1)
     monkeypatch.setattr(memory, "available", lambda device: None)
-    assert memory.check(tiny_folder, torch.float32, torch.device("cpu"), **shape) == 4096 and memory.tokens_or_auto("auto") == "auto" and memory.tokens_or_auto("7") == 7
+    assert memory.check(tiny_folder, torch.float32, torch.device("mps"), **shape) == 4096 == memory.check(tiny_folder, torch.float32, torch.device("cpu"), **shape) and memory.tokens_or_auto("auto") == "auto" and memory.tokens_or_auto("7") == 7
 
 
 def test_adam_on_the_host_is_adam(tiny_chat):

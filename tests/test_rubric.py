@@ -218,7 +218,7 @@ def test_the_format_stream_and_a_plain_stack():
     assert list(Rewards("emotion").streams([episode([1])])) == ["emotion"]
 
 
-@pytest.mark.parametrize("text", ["rubric:fixed", "emotion+", "emotion+rubric:nope", "emotion+format+format", "Emotion", "emotion+rubric", ""])
+@pytest.mark.parametrize("text", ["rubric:fixed", "emotion+", "emotion+rubric:nope", "emotion+format+format", "emotion+rubric:fixed+rubric:perm", "Emotion", "emotion+rubric", ""])
 def test_a_wrong_stack_is_refused(text):
     with pytest.raises(ValueError):
         rubric.reward_parts(text)

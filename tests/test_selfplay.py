@@ -29,8 +29,9 @@ def test_rewards_by_hand():
     c = [(one + 0.1 / 1.1 + none) / 3, (one + 0.1 / 2.1 + 0.1 / 3.1) / 3, 0, (none + 0.1 / 3.1 + 0.1 / 1.1) / 3]
     assert got == pytest.approx([0.8 * one + 0.2 * c[0], 0.8 + 0.2 * c[1], 0.0, 0.8 * 0.1 / 3.1 + 0.2 * c[3]])
     assert rewards([F({"joy"})] * 4, ("joy",)) == [1.0] * 4                              # a unanimous, right group
-    pseudo = rewards([F({"joy"}), F({"joy"}), F({"fear"}), None], ())                     # two of the three that can be read say joy
+    pseudo = rewards([F({"joy"}), F({"joy"}), F({"fear"}), None], ())                     # two of four say joy: half of the group
     assert pseudo[0] == pseudo[1] > pseudo[2] > pseudo[3] == 0
+    assert rewards([F({"joy"})] + [None] * 7, ()) == [0.0] * 8                           # what one alone can be read to say is no majority
     assert rewards([F({"joy"}), F({"fear"}), F({"anger"})], ()) == [0.0] * 3             # no majority: nothing is known
 
 
