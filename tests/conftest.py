@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")             # two workers side by side (pytest.ini), and the programs that they start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")               # no test talks to a hub
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def same_threads():
     """A script under test may have set --threads for the whole process."""
     yield
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 def hf_model(arch, heads=4, kv_heads=2, tied=True, vocab=97, layers=2, width=32, mlp=48, seed=0, **more):
