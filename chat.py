@@ -44,7 +44,7 @@ class Talk:
             return None
         hidden = append(self.model, self.cache, [chunk])                                              # (1, D)
         before = self.cache.n.clone()
-        [self.felt], hidden = perceive(self.model, self.chat, self.cache, hidden, [(self.who, self.turns)], **self.how)
+        [self.felt], hidden = perceive(self.model, self.chat, self.cache, hidden, [self.who], self.turns, **self.how)
         self.turns += 1
         [ids], _ = sample(self.model, self.cache, hidden, [self.budget], {self.chat.eot}, self.banned, **self.how)
         cut = ids[-1] != self.chat.eot

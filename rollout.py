@@ -218,18 +218,19 @@ def aside(model, chat, cache, begun, max_new_tokens, first=None):
     return [chat.text(a if a == [chat.eot] else a + b) for a, b in zip(begins, goes_on)]
 
 
-def perceive(model, chat, cache, hidden, who, temperature, states=None, **how):
+def perceive(model, chat, cache, hidden, scenarios, turn, temperature, states=None, **how):
     """--template edf, before a reply: the policy names the feeling, the cache is wound back, and the environment writes the aim in its place. hidden: (B, D) after the context, used where
-    nothing is written; who: (scenario id, turn from 0) of each row. -> list of (label or "", aim, ids, log-probs; both empty where it was handed in), and hidden (B, D) after the aims."""
+    nothing is written; scenarios: the id of each row's, read only with chat.perceived; turn: from 0. -> list of (label or "", aim, ids, log-probs; both empty where it was handed in), and hidden (B, D) after the aims."""
     if chat.template != "edf":
-        return [None] * len(who), hidden
+        return [None] * len(scenarios), hidden
     before = cache.n.clone()
     if chat.perceived is None:
-        tokens, logps = sample(model, cache, append(model, cache, [chat.ask] * len(who)), [FELT] * len(who), {chat.eot}, chat.banned.to(cache.n.device), temperature, states=states, **how)
+        tokens, logps = sample(model, cache, append(model, cache, [chat.ask] * len(scenarios)), [FELT] * len(scenarios), {chat.eot}, chat.banned.to(cache.n.device), temperature, states=states, **how)
         cache.n.copy_(before)
         out = [(label, regulate(label), *sampled) for label, *sampled in zip(map(chat.felt, tokens), tokens, logps)]
     else:
-        known = [chat.perceived[s][max(t for t in chat.perceived[s] if t <= turn + 1)] for s, turn in who]
+        heard = [chat.perceived[s] for s in scenarios]
+        known = [of[max(t for t in of if t <= turn + 1)] for of in heard]
         out = [(label, regulate(label, confidence), [], []) for label, confidence in known]
     return out, append(model, cache, [chat.aims[aim] for _, aim, *_ in out])
 
@@ -267,7 +268,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
         cache, hidden = cache.rows(index), hidden[index]                                              # (G * K, ...)
     for turn in range(max_turns):
         before, states, felt_states = cache.n.clone(), [] if keep_states else None, [] if keep_states else None
-        felt, hidden = perceive(model, chat, cache, hidden, [(e.scenario.id, turn) for e, _ in talks], temperature, felt_states, generator=generator)
+        felt, hidden = perceive(model, chat, cache, hidden, [chat.perceived and e.scenario.id for e, _ in talks], turn, temperature, felt_states, generator=generator)
         tokens, logps = sample(model, cache, hidden, [max_new_tokens] * len(talks), {chat.eot}, banned, temperature, generator=generator, states=states)
         replies, formed = zip(*map(chat.heard, tokens))
         cuts = [t[-1] != chat.eot for t in tokens]

@@ -287,7 +287,7 @@ def test_a_run_that_thinks(tiny_folder, tmp_path, monkeypatch):
     (folder / "best").symlink_to(tiny_folder)
     (folder / "config.json").write_text('{"template": "think"}')
     assert run(str(folder), tmp_path) == run(tiny_folder, tmp_path, "--think") == run(tiny_folder, tmp_path) == 0
-    assert made[0] == made[1] and made[0][1] and "<think>" in made[0][0] and "one to three" not in made[0][0] and made[2] == (eqbench.POLICY, False)
+    assert made[0] == made[1] and made[0][1] and "<think>" in made[0][0] and "one to three" not in made[0][0] and made[2] == (eqbench.POLICY, "none")
 
 
 BAD = [("--judge", "gpt", "scripted"), ("--judge", "lm:nowhere/at/all", "nowhere/at/all"), ("--judge", "server:http://x", "server:URL#MODEL"),
