@@ -268,13 +268,19 @@ def check_rewards(args, scenarios):
     named = [part[7:] for part in args.reward.split("+") if part.startswith("rubric:")]
     if args.judge != "scripted":
         check_backend("--judge", args.judge, args, "scripted, lm:MODEL or server:URL#MODEL")
-    if "kardia" in named and args.template != "think":
-        die("--reward rubric:kardia reads understanding, reasoning and emotion off the plan before a reply; add --think")
+    if "kardia" in named and args.template != "kardia":
+        die("--reward rubric:kardia reads understanding, reasoning and emotion off the plan before a reply; add --template kardia")
     if "peregrm" in named and args.memory == "none":
         die("--reward rubric:peregrm is about people with a history; add --memory data/memories.jsonl")
-    if "care" in named and generator_folder(args.generator) is None:
-        die(f"--generator {args.generator}: no rubric generator there; make one with python rubric.py sft --out {args.generator}, or use rubric:care-prior")
-    if args.judge == "scripted" and (named or getattr(args, "credit_from", "") == "deficit"):
+    if "care" in named:
+        folder = generator_folder(args.generator) or die(f"--generator {args.generator}: no rubric generator there; make one with python rubric.py sft --out {args.generator}, or use rubric:care-prior")
+        args.generator = str(folder)                       # a run goes on with the generator it began with, whatever a later stage leaves beside it
+    deficit = getattr(args, "credit_from", "emotion") == "deficit"
+    if deficit and args.credit == "trajectory":
+        die("--credit_from deficit has no say in --credit trajectory, which compares final emotions; add --credit turn or mica")
+    if args.judge != "scripted" and not named and not deficit:
+        die(f"--judge {args.judge} would have nothing to mark; add --reward emotion+rubric:NAME{' or --credit_from deficit' if hasattr(args, 'credit_from') else ''}")
+    if args.judge == "scripted" and (named or deficit):
         foreign = next((s for s in scenarios if s.language != "en"), None)
         if foreign is not None:
             die(f"--judge scripted understands English only, and scenario {foreign.id} is in '{foreign.language}'; use --judge lm:MODEL or server:URL#MODEL")
@@ -295,8 +301,7 @@ def make_rewards(args, memories, dtype, device):
         generated = Generated(make_backend(f"lm:{generator_folder(args.generator)}", args, dtype, device).complete)
     if deficit:
         from empa import LanguageJudge, ScriptedJudge, potentials          # it knows this file
-        judge = LanguageJudge(backend.complete) if backend else ScriptedJudge()
-        potential = lambda episodes: potentials(episodes, judge)
+        potential = potentials, LanguageJudge(backend.complete, unread=None) if backend else ScriptedJudge()
     return Rewards(args.reward, LanguageRater(backend.complete, backend.choose, args.judge_by) if backend else ScriptedRater(), generated, potential, memories, ranks.everyone)
 
 

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from appraisal import DATA, INTENTS
-from backend import LocalModel, add_server_flags, check_backend, generator_folder, make_backend
+from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, generator_folder, make_backend
 from rollout import Chat, Row, answers
-from rubric import DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, prior, prompt, read, rubric_scores
+from rubric import DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, filled, prior, prompt, read, rubric_scores
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
 from stats import bootstrap, half_up
-from train_sft import fit
+from train_sft import fit, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
 Pair = namedtuple("Pair", "id split moment chosen rejected fault")
@@ -83,13 +83,13 @@ def pair_problem(row):
 
 def lessons(pairs, demonstrations, seed):
     """Moments to imitate care-prior on: those of the training pairs, and two of each demonstration dialogue, at a mood drawn at random, since the rubric depends on it."""
+    load_demonstrations(demonstrations)                    # SystemExit on a row that does not fit
     rng, intents = np.random.default_rng(seed), {s.id: s.intent for s in load_scenarios(DATA / "scenarios.jsonl")}
     out = [p.moment for p in pairs if p.split == "train"]
     for number, row, problem in read_lines(demonstrations):
-        text = [] if problem else [m["content"] for m in row["messages"]]
-        intent = row and intents.get(row.get("scenario"), row.get("intent"))
-        if problem or intent not in INTENTS:
-            die(f"{demonstrations}:{number}: {problem or 'field scenario: not one of ours, and no field intent'}")
+        text, intent = [m["content"] for m in row["messages"]], intents.get(row.get("scenario"), row.get("intent"))
+        if intent not in INTENTS:
+            die(f"{demonstrations}:{number}: field 'scenario': not one of ours, and no field 'intent'")
         for t in sorted(rng.choice(len(text) // 2, min(2, len(text) // 2), replace=False).tolist()):
             out.append(Moment(tuple(text[:2 * t + 1:2]), tuple(text[1:2 * t:2]), int(rng.integers(5, 96)), intent))
     return out
@@ -102,9 +102,9 @@ def entropy_of(rubric):
 
 def preference_reward(margin, rubric, tau=0.1, floor=0.5):
     """r = 1[m > 0] + .5 1[m = 0] + .3 tanh(m / tau) + .1 - .1 max(0, criteria - 9) / 9 - max(0, floor - H(w)): right about the two replies, by how much, well-formed, not endless, and
-    not all on one dimension. m = R(chosen) - R(rejected). 0 for a text that is no rubric (rubric None), or by which the judge could not mark (margin None)."""
+    not all on one dimension. m = R(chosen) - R(rejected). -.4 for a text that is no rubric (None), less than the worst rubric gets; None where the judge could not mark (margin None)."""
     if rubric is None or margin is None:
-        return 0.0
+        return -0.4 if rubric is None else None
     return (margin > 0) + 0.5 * (margin == 0) + 0.3 * float(np.tanh(margin / tau)) + 0.1 - 0.1 * max(0, rubric.size - 9) / 9 - max(0.0, floor - rubric.entropy)
 
 
@@ -195,6 +195,7 @@ def prefer(args, rater, device, dtype):
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     how = SimpleNamespace(epochs=1, minibatches=args.minibatches, max_turns=1, max_new_tokens=160, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=args.kl, grad_clip=1.0)
     with StopOnInterrupt() as stop:
+        spent = None
         for step in range(args.steps):
             rng, began = np.random.default_rng([args.seed, step]), time.time()
             order = np.concatenate([np.random.default_rng([args.seed, e, 7]).permutation(len(train)) for e in range((step + 1) * args.pairs // len(train) + 1)])
@@ -202,8 +203,13 @@ def prefer(args, rater, device, dtype):
             episodes = answers(model, chat, [chat.prompt(prompt(p.moment.context())) for p in chosen], args.group_size, how.max_new_tokens, how.temperature, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
             rubrics = [read(e.replies[0]) for e in episodes]
             several = [p for p in chosen for _ in range(args.group_size)]
-            found = margins(rater, several, [r or FIXED for r in rubrics], rng)
+            try:
+                found = margins(rater, several, [r or FIXED for r in rubrics], rng)
+            except BudgetSpent as e:
+                spent = e
+                break
             worth = [preference_reward(m, r) for m, r in zip(found, rubrics)]
+            worth = [w for g in range(0, len(worth), args.group_size) for w in filled(worth[g:g + args.group_size])]      # what could not be marked takes its group's mean
             advantages, flat = trajectory_advantages([SimpleNamespace(total=w, turns=[w]) for w in worth], args.group_size, 0.1)
             metrics = update(how, model, model, optimizer, chat, episodes, advantages)
             record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([((m or 0) > 0) + 0.5 * (not m) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
@@ -215,6 +221,8 @@ def prefer(args, rater, device, dtype):
             if stop.asked:
                 break
     save(model, tokenizer, run / "preferred", base=str(run / "sft"))
+    if spent:
+        die(f"{spent}; saved {run}/preferred as it is after {step} steps, not measured; a longer run needs a larger --server_calls, and that folder gone")
     rows = keep(run, measure("preferred", heldout, written(model, chat, heldout), rater))
     print(f"saved {run}/preferred\n\n{table(rows)}\n\nnext: python rubric.py analyse {run}")
     return rows
@@ -294,16 +302,18 @@ def show(args, rater, device, dtype):
         if not args.row < len(found):
             die(f"--row {args.row}: {args.rows} has {len(found)} rows, counted from 0{f'; {problems[0]}' if problems else ''}")
         row = found[args.row]
-        history = history_of(row)
-        said, replies, emotions = [h["content"] for h in history[::2]], [h["content"] for h in history[1::2]], [h["emotion-point"] for h in history[::2]]
+        history, _ = history_of(row)
+        said, replies, emotions = [h["content"] for h in history[::2]], [h["content"] for h in history[1::2]], [h.get("emotion-point") for h in history[::2]]
+        if None in emotions[:len(replies)]:
+            die(f"{args.rows}: row {args.row}: a user's turn has no field 'emotion-point'")
         scenario = {s.id: s for s in load_scenarios(DATA / "scenarios.jsonl")}.get(row["id"])
         intent = row.get("intent") or (scenario.intent if scenario else "")
         if intent not in INTENTS:
             die(f"{args.rows}: row {args.row} says nothing of its intention; show rows that evaluate.py run --out wrote")
     else:
-        demos = [row for _, row, problem in read_lines(args.demonstrations) if not problem]
-        row = next((d for d in demos if d["id"] == args.id or not args.id), None) or die(f"--id {args.id}: no such dialogue in {args.demonstrations}")
-        scenario = {s.id: s for s in load_scenarios(DATA / "scenarios.jsonl")}[row["scenario"]]
+        load_demonstrations(args.demonstrations)
+        row = next((row for _, row, _ in read_lines(args.demonstrations) if args.id in ("", row.get("id"))), None) or die(f"--id {args.id}: no such dialogue in {args.demonstrations}")
+        scenario = {s.id: s for s in load_scenarios(DATA / "scenarios.jsonl")}.get(row.get("scenario")) or die(f"{args.demonstrations}: dialogue {row.get('id')}: field 'scenario': not one of ours")
         text, user, intent = [m["content"] for m in row["messages"]], ScriptedUser(scenario), scenario.intent
         said, replies, emotions = text[::2], text[1::2], [user.emotion]
         for reply in replies:                              # the mood that the scripted user would have had
@@ -377,5 +387,8 @@ def main(argv=None):
     rater = LanguageRater(backend.complete, backend.choose, args.judge_by) if backend else ScriptedRater()
     if what == "show":
         return show(args, rater, device, dtype)
-    sft(args, rater, device, dtype) if what == "sft" else prefer(args, rater, device, dtype)
+    try:
+        sft(args, rater, device, dtype) if what == "sft" else prefer(args, rater, device, dtype)
+    except BudgetSpent as e:
+        die(f"{e}; raise --server_calls, or let the scripted judge mark")
     return 0

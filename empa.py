@@ -109,7 +109,7 @@ WORTH = (0.0, 0.4, 0.8, 1.0)                               # of a cue that helps
 class ScriptedJudge:
     """Levels by the scripted user's appraisal: transparent, deterministic, no measure of empathy. needs: by intention; levels: a cue that shows by >= .3, weighed by
     how much its indicator is needed, is 1, >= .7 is 2."""
-    unreadable, asked = 0, 1
+    unreadable, asked = 0, 0
 
     def needs(self, scenarios):
         """-> per scenario, indicator -> level 0..3."""
@@ -130,11 +130,11 @@ class ScriptedJudge:
 
 
 class LanguageJudge:
-    """Levels by a frozen language model; complete(prompts, max_tokens) -> texts, None where it failed. Prompts are ours. A turn that can't be read counts as no movement and
-    is counted; where the model failed, or the need can't be read, there is no verdict: None, and the dialogue leaves the statistics."""
+    """Levels by a frozen language model; complete(prompts, max_tokens) -> texts, None where it failed. Prompts are ours. A turn that can't be read counts as `unread`, no movement
+    (as a reward: None, no verdict), and is counted; where the model failed, or the need can't be read, there is no verdict: None, and the dialogue leaves the statistics."""
 
-    def __init__(self, complete):
-        self.complete, self.unreadable, self.asked = complete, 0, 0
+    def __init__(self, complete, unread=([0] * 3, [0] * 3)):
+        self.complete, self.unread, self.unreadable, self.asked = complete, unread, 0, 0
 
     def read(self, texts, names, most):
         """Per text the numbers behind the names ("Cognitive gain: 1 (some)"), or None unless each stands there exactly once, as a whole number from 0 to most."""
@@ -167,8 +167,8 @@ class LanguageJudge:
             prompts.append([{"role": "system", "content": self.person(s)}, {"role": "user", "content": f"The talk so far:\n{talk}\n\n{ask}"}])
         texts, out = self.complete(prompts, 80), []
         for text, found in zip(texts, self.read(texts, names, 2)):
-            by = dict(zip(names, found or [0] * 6))
-            out.append(None if text is None else ([by[f"{axis} gain"] for axis in AXES], [-by[f"{axis} harm"] for axis in AXES]))
+            by = found and dict(zip(names, found))
+            out.append(None if text is None else ([by[f"{axis} gain"] for axis in AXES], [-by[f"{axis} harm"] for axis in AXES]) if by else self.unread)
         return out
 
 

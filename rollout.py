@@ -25,9 +25,10 @@ from weights import load, pick_device, pick_dtype
 AFTER = 256                                                # tokens of a user's last line that Episode.beyond keeps, for a critic to read
 SYSTEM = "You are talking with someone about what is on their mind. Answer them in one to three short sentences."
 THINK = SYSTEM + " Before each answer write a short plan for it between <think> and </think>: what they feel, what they need. They will not see it."
+SPANNED = SYSTEM + " Before each answer write three lines between <think> and </think>: 'Understanding:' what happened to them, 'Reasoning:' why it moves them so, 'Emotion:' what they feel, in one word. They will not see them."
 PERCEIVE = SYSTEM + " Before each answer you name in brackets what they feel, and are told in brackets what the answer aims at. They will not see either."
 FELT = 8                                                   # tokens that the name of a feeling may take
-ASKED = {"none": SYSTEM, "think": THINK, "edf": PERCEIVE}
+ASKED = {"none": SYSTEM, "think": THINK, "edf": PERCEIVE, "kardia": SPANNED}
 TEMPLATES = tuple(ASKED)
 SPAN = re.compile(r"\[\s*(feeling|aim)\b", re.I)           # how a bracket of --template edf begins
 
@@ -39,14 +40,14 @@ class Chat:
     eot: id of <|im_end|>, the only stop id. banned (V,) bool: every special or added token but eot (and, with think, the pair
     <think> </think>), ids beyond the tokenizer and placeholder ids (pitfalls 5, 6). Text from users or models is encoded as plain
     text, so that "<|im_start|>" in it is just characters. memories: scenario id -> what the policy is told of earlier talks with this person.
-    template: "none"; "think", replies begin with a block that nobody hears; "edf", perceive, regulate, respond (methods.md 10, our reconstruction): the policy names the feeling, the
+    template: "none"; "think", replies begin with a block that nobody hears; "kardia", the same with three labelled lines in it (Kardia-R1, section 5 of methods.md); "edf", perceive, regulate, respond (methods.md 10, our reconstruction): the policy names the feeling, the
     environment answers with an aim (emotions.regulate), and the reply is written towards the aim by a policy that no longer sees the name. perceived: what emotions.read_perceptions
     gives, in place of what the policy would name.
     """
     def __init__(self, tokenizer, vocab, system=None, template="none", memories=None, perceived=None):
         assert template in TEMPLATES, template
         self.tokenizer, self.template, self.memories, self.perceived = tokenizer, template, memories or {}, perceived
-        self.hides, think = template != "none", template == "think"       # hides: a turn is a training row, or two, of its own
+        self.hides, self.thinks = template != "none", template in ("think", "kardia")       # hides: a turn is a training row, or two, of its own
         self.role = system or ASKED[template]
         names = tokenizer.get_vocab()
         # split_special_tokens leaves added tokens that aren't "special" whole; so such a string is cut after its first character
@@ -60,11 +61,11 @@ class Chat:
         real = torch.zeros(vocab, dtype=torch.bool)
         real[[i for i in names.values() if i < vocab]] = True
         real[[i for i in banned if i < vocab]] = False
-        real[[self.eot] + [names[t] for t in ("<think>", "</think>") if think and t in names]] = True
+        real[[self.eot] + [names[t] for t in ("<think>", "</think>") if self.thinks and t in names]] = True
         self.banned = ~real                                # (V,)
         self.system = self.turn("system", self.role) + self.newline
         self.reply = [self.start] + self.plain("assistant\n")
-        if "<think>" in names and not think:               # Qwen3: an empty think block is its own way of answering without one
+        if "<think>" in names and not self.thinks:               # Qwen3: an empty think block is its own way of answering without one
             self.reply += [names["<think>"]] + self.plain("\n\n") + [names["</think>"]] + self.plain("\n\n")
         self.ask, self.aims = self.plain("[feeling:"), {name: self.plain(f"[aim: {aim['words']}]\n") for name, aim in EDF["aims"].items()}
         self.extra = max(len(self.ask) + FELT, *map(len, self.aims.values())) if template == "edf" else 0      # tokens of a turn beside the reply
@@ -180,7 +181,7 @@ class Episode:
 
 # ---------------------------------------------------------------------------------------------- the loop
 def add_template_flags(p):
-    p.add_argument("--template", default="none", choices=TEMPLATES, help="what precedes a reply, unheard: none; think, a plan in <think>...</think>; edf, the feeling's name, by which the environment sets the aim that the "
+    p.add_argument("--template", default="none", choices=TEMPLATES, help="what precedes a reply, unheard: none; think, a plan in <think>...</think>; kardia, a plan of three labelled lines; edf, the feeling's name, by which the environment sets the aim that the "
                    "reply is written to. Each turn is a training row of its own, what lacks the form gives reward 0 (default: %(default)s)")
     p.add_argument("--think", dest="template", action="store_const", const="think", default=argparse.SUPPRESS, help="short for --template think")
     p.add_argument("--perception", default="model", metavar="model|FILE", help="with --template edf: who names the feeling, the policy, or rows of scenario, turn, label, confidence in a .jsonl, as a speech-emotion model would write (default: %(default)s)")
@@ -291,7 +292,7 @@ def rollout(model, chat, users, jobs, copies=1, max_turns=5, max_new_tokens=48, 
                 row.environment(chat.aims[aim])
             row.policy(tokens[i], logps[i], turn)
             e.malformed.append(not formed[i] or bool(felt[i]) and not felt[i][0])
-            e.plans += [chat.text(tokens[i]).partition("<think>")[2].partition("</think>")[0]] if chat.template == "think" else []
+            e.plans += [chat.text(tokens[i]).partition("<think>")[2].partition("</think>")[0]] if chat.thinks else []
             e.turns.append(answer)
             e.replies.append(replies[i])
             e.cuts.append(cuts[i])

@@ -20,7 +20,7 @@ import hashlib
 import json
 import re
 from collections import Counter, OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -106,9 +106,8 @@ def read(text):
             return None
         weights.append(float(match.group(1)))
         criteria.append(tuple(pairs))
-    if min(weights) < FLOOR or abs(sum(weights) - 1) > 0.015:
-        return None
-    return Rubric(tuple(w / sum(weights) for w in weights), tuple(criteria))
+    weights = tuple(w / sum(weights) for w in weights) if abs(sum(weights) - 1) <= 0.015 else (0.0,)
+    return Rubric(weights, tuple(criteria)) if min(weights) > FLOOR - 1e-9 else None
 
 
 def shares(raw):
@@ -173,8 +172,8 @@ class ScriptedRater:
     """Answers by the scripted user's appraisal: transparent, deterministic, no measure of empathy. A fault spoils an answer as far as it would cost the user points (of 10)."""
     trials, unreadable, asked = 1, 0, 0
 
-    def rate(self, items):
-        """items: (moment, reply, questions) -> per item one number 0..1 per question."""
+    def rate(self, items, trial=None):
+        """items: (moment, reply, questions) -> per item one number 0..1 per question. trial: which of several readings, of a judge that draws its marks."""
         out = []
         for m, reply, questions in items:
             heard = re.match(r"(?:\S+\s*){0,60}", reply.strip()).group()
@@ -206,10 +205,10 @@ class LanguageRater:
         plan = f"\nWhat the supporter thought: {' '.join(m.plan.split())}" * bool(m.plan)
         return f"{talk}\nPerson: {' '.join(m.said[-1].split())}{plan}\nThe supporter's reply: {' '.join(reply.split()) or '(nothing)'}".strip()
 
-    def rate(self, items):
-        """As ScriptedRater has it, None where the answer can't be read."""
+    def rate(self, items, trial=None):
+        """As ScriptedRater has it, None where the answer can't be read. With a trial the marks are drawn at temperature .7, without one, and by logits, they are the likeliest."""
         system = lambda m: "A person talks to someone who wants to support them." + (f"\n{m.person}" if m.person else "")
-        ask = lambda m, reply, wanted: [{"role": "system", "content": system(m)}, {"role": "user", "content": f"{self.scene(m, reply)}\n\nJudge the supporter's reply only, strictly. {wanted}"}]
+        ask = lambda m, reply, wanted: [{"role": "system", "content": system(m)}, {"role": "user", "content": f"{self.scene(m, reply)}\n\nJudge the supporter's reply only, strictly.{f' (Reading {trial + 1}.)' if trial else ''} {wanted}"}]
         if self.by == "logits":
             flat = [(m, reply, q) for m, reply, questions in items for q in questions]
             numbers = {q: list(range(q.low, min(q.high, q.low + 9) + 1)) for _, _, q in flat}
@@ -226,7 +225,7 @@ class LanguageRater:
             out = [None if None in row else row for row in grouped]
         else:
             wanted = lambda qs: "Write one line for each: its number, a colon, and a whole number as the mark.\n" + "\n".join(f"{k}. {q.text}: mark {q.low} (not at all) to {q.high} (fully)" for k, q in enumerate(qs, 1))
-            texts = self.complete([ask(m, reply, wanted(questions)) for m, reply, questions in items], 80)
+            texts = self.complete([ask(m, reply, wanted(questions)) for m, reply, questions in items], 80, **({} if trial is None else {"temperature": 0.7}))
             out = [marks(text, questions) for text, (_, _, questions) in zip(texts, items)]
         self.asked, self.unreadable = self.asked + len(out), self.unreadable + out.count(None)
         return out
@@ -300,27 +299,26 @@ FIVE = [Question("relevance", "it is to the point", 0, 4), Question("fluency", "
 
 def rubric_scores(name, rater, items, rubrics=None):
     """R of each (moment, reply, tokens, form) under the rubric `name`; None where the judge could not be read. rubrics: of each moment, for the CARE kinds."""
-    at = lambda m, person: m if person else Moment(m.said, m.replies, m.emotion, m.intent, m.feelings, m.people, "", m.plan)
+    at = lambda m, *names: replace(m, **{name: "" for name in ("person", "plan") if name not in names})        # what this rubric's judge may know
     if rubrics is not None:
         asked = [[Question(aspect, text, 0, 2) for row in r.criteria for aspect, text in row] + [CARE_SAFE] for r in rubrics]
-        answers = rater.rate([(at(m, False), reply, qs) for (m, reply, _, _), qs in zip(items, asked)])
+        answers = rater.rate([(at(m), reply, qs) for (m, reply, _, _), qs in zip(items, asked)])
         return [None if a is None else care_score(r, a) for r, a in zip(rubrics, answers)]
     if name == "kardia":
-        answers, out = rater.rate([(at(m, True), reply, FIVE) for m, reply, _, _ in items]), []
+        answers, out = rater.rate([(at(m, "person", "plan"), reply, FIVE) for m, reply, _, _ in items]), []
         for (m, _, _, form), a in zip(items, answers):
             found = spans(m.plan)
             right = found is not None and bool(families(found["emotion"])) and families(found["emotion"]) <= set(m.feelings)
             out.append(None if a is None else kardia_score(float(form and found is not None), float(right), a))
         return out
     if name == "perm":
-        answers = rater.rate([(at(m, True), reply, THREE + BYSTANDER) for m, reply, _, _ in items])
+        answers = rater.rate([(at(m, "person", "plan"), reply, THREE + BYSTANDER) for m, reply, _, _ in items])
         return [None if a is None else perm_score(*(1 + 4 * x for x in a[:3]), 20 * sum(a[3:]), tokens) for a, (_, _, tokens, _) in zip(answers, items)]
     wanted = rater.criteria([m for m, *_ in items])        # peregrm: criteria of this very person first, then `trials` readings, averaged; a reading that is none counts .6
     ask = lambda q, w: q._replace(text=f"{q.text}{f' (for them: {w})' if w else ''}")
     trials = []
     for trial in range(rater.trials):
-        again = f" This is reading {trial + 1}." * (trial > 0)
-        answers = rater.rate([(at(m, True), reply, [ask(q, w + again) for q in THREE] + BYSTANDER) for (m, reply, _, _), w in zip(items, wanted)])
+        answers = rater.rate([(at(m, "person"), reply, [ask(q, w) for q in THREE] + BYSTANDER) for (m, reply, _, _), w in zip(items, wanted)], trial)
         trials.append([[0.6] * 3 + [0.6] * 5 if a is None else [(1 + 4 * x) / 5 for x in a[:3]] + a[3:] for a in answers])
     mean = np.mean(trials, 0)                              # (items, 8)
     return [harmonic(row[:3].tolist()) + 0.5 * (float(row[3:].mean()) - 1) for row in mean]
@@ -374,31 +372,44 @@ def add_reward_flags(p):
 
 
 class Rewards:
-    """The reward stack. streams(episodes) -> {"emotion": [Reward or None], "format": ..., "rubric": ...}. A further stream has R_t - b_t per turn, b_t the mean of all R_t
-    of that turn index so far in the run (in its first batch, the batch's own); a turn that the judge could not score takes its dialogue's mean, a dialogue without any, 0.
+    """The reward stack. marks(episodes) asks the judges, streams(episodes, marks) -> {"emotion": [Reward or None], "format": ..., "rubric": ...}. A further stream has R_t - b_t per
+    turn, b_t the mean of all R_t of that turn index so far in the run (in its first batch, the batch's own); a turn that the judge could not score takes its dialogue's mean, a dialogue
+    without any, 0. Two calls, since a judge may stop the run (its budget is spent) before anything was counted, and since only the second one talks to other processes.
 
-    generated: Generated, for rubric:care. potential(episodes) -> per episode a list of numbers per turn (None where it can't be judged): takes the place of the emotion
-    changes in the emotion's turns (MICA on EMPA's deficits). memories: scenario id -> text. everyone: a list -> that of all processes that train together."""
+    generated: Generated, for rubric:care. potential: (empa.potentials, its judge): its numbers per turn (None where it can't be judged) take the place of the emotion changes in the
+    emotion's turns (MICA on EMPA's deficits); from a malformed reply on, what was gained is lost. memories: scenario id -> text. everyone: a list -> that of all processes that train together."""
 
     def __init__(self, spec="emotion", rater=None, generated=None, potential=None, memories=None, everyone=lambda rows: rows):
         self.everyone = everyone
         self.parts, self.rater, self.generated, self.potential, self.memories = spec.split("+")[1:], rater or ScriptedRater(), generated, potential, memories or {}
+        self.judges = [self.rater] + ([potential[1]] if potential else [])
         self.sums = {}                                     # stream -> {turn index: [sum of R_t, how many]}
         self.seen = Counter()
 
-    def streams(self, episodes):
+    def marks(self, episodes):
+        """What the judges say of each episode whose user did not fail: {"deficit": per episode a list over replies, "format": ..., "rubric": ...}. Counts nothing where a call raises."""
+        live, counts = [e for e in episodes if e.finish != "user_failed"], self.counts()
+        try:
+            out = {"deficit": self.potential[0](live, self.potential[1])} if self.potential and live else {}
+            for part in self.parts:
+                name, _, which = part.partition(":")
+                out[name] = self.rubric_turns(which, live) if which else [[float(not bad and not cut) for bad, cut in zip(e.malformed, e.cuts)] for e in live]
+        except BaseException:
+            self.counts(counts)
+            raise
+        return out
+
+    def streams(self, episodes, marks):
         out = {"emotion": score(episodes)}
         live = [i for i, r in enumerate(out["emotion"]) if r is not None]
-        if self.potential is not None and live:
-            for i, turns in zip(live, self.potential([episodes[i] for i in live])):
-                out["emotion"][i].turns = filled(turns)
+        for i, turns in zip(live, marks.get("deficit", [])):
+            turns, first = filled(turns), (episodes[i].malformed + [True]).index(True)
+            lost = -max(0.0, sum(turns[:first]))
+            out["emotion"][i].turns = turns[:first] + [lost if t == first else 0.0 for t in range(first, len(turns))]
+            out["emotion"][i].parts["deficit"] = sum(out["emotion"][i].turns)
         for part in self.parts:
-            if part == "format":
-                R = [[float(not bad and not cut) for bad, cut in zip(episodes[i].malformed, episodes[i].cuts)] for i in live]
-            else:
-                R = self.rubric_turns(part.partition(":")[2], [episodes[i] for i in live])
             name, rewards = part.partition(":")[0], [None] * len(episodes)
-            sums = self.sums.setdefault(name, {})
+            R, sums = marks[name], self.sums.setdefault(name, {})
             for row in self.everyone(R):
                 for t, x in enumerate(row):
                     if x is not None:
@@ -432,23 +443,29 @@ class Rewards:
 
     def report(self):
         """For metrics.jsonl: what the last batch's rubrics weighed on average, and how many could not be read, of the generator and of the judge, in all."""
-        more = {"rubrics": self.generated.asked, "rubrics_invalid": self.generated.invalid} if self.generated else {}
-        return {**self.seen, **more, **({"judged": self.rater.asked, "judged_unreadable": self.rater.unreadable} if self.rater.asked else {})}
+        (asked, unreadable), (rubrics, invalid) = np.sum([(j.asked, j.unreadable) for j in self.judges], 0).tolist(), self.counts()["generated"] or (0, 0)
+        return {**self.seen, **({"rubrics": rubrics, "rubrics_invalid": invalid} if self.generated else {}), **({"judged": asked, "judged_unreadable": unreadable} if asked else {})}
+
+    def counts(self, back=None):
+        """How often who was asked; with `back`, an earlier answer, set to that."""
+        for judge, pair in zip(self.judges, back["judges"] if back else ()):
+            judge.asked, judge.unreadable = pair
+        if back and self.generated:
+            self.generated.asked, self.generated.invalid = back["generated"]
+        return {"judges": [[j.asked, j.unreadable] for j in self.judges], "generated": self.generated and [self.generated.asked, self.generated.invalid]}
 
     def state(self):
         """What a resumed run needs, as text."""
-        counts = [self.generated.asked, self.generated.invalid] if self.generated else None
-        return json.dumps({"sums": self.sums, "rubrics": self.generated and list(self.generated.kept.items()), "counts": counts, "criteria": list(getattr(self.rater, "kept", {}).items()),
-                           "judged": [self.rater.asked, self.rater.unreadable]})
+        return json.dumps({"sums": self.sums, "rubrics": self.generated and list(self.generated.kept.items()), "counts": self.counts(), "criteria": list(getattr(self.rater, "kept", {}).items())})
 
     def load_state(self, text):
         state = json.loads(text)
         self.sums = {name: {int(t): x for t, x in sums.items()} for name, sums in state["sums"].items()}
         if self.generated:
-            self.generated.kept, (self.generated.asked, self.generated.invalid) = OrderedDict(state["rubrics"]), state["counts"]
+            self.generated.kept = OrderedDict(state["rubrics"])
         if state["criteria"]:
             self.rater.kept = OrderedDict(state["criteria"])
-        self.rater.asked, self.rater.unreadable = state["judged"]
+        self.counts(state["counts"])
 
 
 def filled(turns):

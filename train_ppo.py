@@ -485,7 +485,7 @@ def main(argv=None):
                 checkpoint(step)
                 die(f"every simulated user failed in step {step + 1}{users.trouble()}; mend the user, then go on with --resume {run.path}")
 
-            streams = within_budget(lambda: stack.streams(episodes), step)
+            streams = stack.streams(episodes, within_budget(lambda: stack.marks(episodes), step))
             rewards = streams["emotion"]
             judge = lambda lam: advantages(args, model, critic, reference if args.kl_in == "reward" else None, chat, episodes, streams, lam)
             warming = step == 0 and args.critic_warmup > 0
@@ -505,12 +505,13 @@ def main(argv=None):
             # the outer loop sees the outcomes that were just paid for, after the optimizer step; a group whose user failed somewhere is not complete
             for e in episodes:
                 e.states = []                              # the critic has read them
-            episodes, rewards = ranks.everyone(episodes), ranks.everyone(rewards)
+            episodes, streams = ranks.everyone(episodes), {name: ranks.everyone(rows) for name, rows in streams.items()}
+            rewards = streams["emotion"]
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), **metrics,
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
-            run.sample(step + 1, "\n\n".join(f"{transcript(e)}\n  reward    {r}\n  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}" for e, r in list(zip(episodes, rewards))[::args.group_size]))
+            run.sample(step + 1, "\n\n".join("\n".join([transcript(e), *(f"  {name:9} {r}" for name, r in zip(streams, worth)), f"  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}"]) for e, *worth in list(zip(episodes, *streams.values()))[::args.group_size]))
             if found["malformed"] == 100:
                 print(f"warning: no reply had the form of --template {args.template}, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
             if (step + 1) % args.eval_every == 0:

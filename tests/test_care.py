@@ -62,7 +62,8 @@ def test_preferences_need_both_splits_and_other_files_are_read(tmp_path, capsys)
 def test_the_preference_reward_by_hand():
     r = Rubric((0.2, 0.5, 0.3), ((("facts", "abc"),),) * 3)
     assert care.preference_reward(0.1, r) == pytest.approx(1 + 0.3 * np.tanh(1) + 0.1) and care.preference_reward(0, r) == pytest.approx(0.6)
-    assert care.preference_reward(-0.1, r) == pytest.approx(-0.3 * np.tanh(1) + 0.1) and care.preference_reward(1.0, None) == 0 == care.preference_reward(None, r)
+    assert care.preference_reward(-0.1, r) == pytest.approx(-0.3 * np.tanh(1) + 0.1) and care.preference_reward(None, r) is None
+    assert care.preference_reward(1.0, None) < min(care.preference_reward(-9, Rubric(w, r.criteria)) for w in ((0.9, 0.05, 0.05), (0.4, 0.3, 0.3)))          # no rubric at all is worse than the worst one
     narrow = Rubric((0.9, 0.05, 0.05), r.criteria)
     assert care.preference_reward(0, narrow) == pytest.approx(0.6 - (0.5 - narrow.entropy)) and 0 < narrow.entropy < 0.5
     long = SimpleNamespace(size=18, entropy=1.0)           # more than nine criteria can't be read; the formula has the term all the same

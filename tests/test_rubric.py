@@ -8,8 +8,9 @@ import pytest
 from conftest import ROOT                                  # first: it puts the project on the path, also for python tests/test_rubric.py
 import rubric
 from appraisal import INTENTS, STAGES
-from rubric import (DIMENSIONS, FIXED, RUBRICS, Generated, LanguageRater, Moment, Question, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
+from rubric import (DIMENSIONS, FIXED, RUBRICS, SPANS, Generated, LanguageRater, Moment, Question, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
                     prior, prompt, read, rubric_scores, score, shares, spans)
+from rollout import Chat
 from scenarios import load_memories, load_scenarios
 from test_simulator import GALLERY, KIND, SAID
 
@@ -162,11 +163,12 @@ def test_a_language_judge_by_text_and_by_logits():
 def test_peregrm_derives_criteria_once_per_moment_and_averages_four_readings():
     calls, turn = [], [0]
 
-    def complete(prompts, n):
+    def complete(prompts, n, temperature=0.0):
         calls.append([p[1]["content"] for p in prompts])
         if "In one sentence" in prompts[0][1]["content"]:
-            assert "garden" in prompts[0][0]["content"]
+            assert temperature == 0 and "garden" in prompts[0][0]["content"]
             return ["speak of the garden"] * len(prompts)
+        assert temperature == 0.7
         turn[0] += 1
         marks = "1: 5\n2: 5\n3: 5\n" + "\n".join(f"{k}: 20" for k in range(4, 9))
         return [marks if turn[0] != 2 else "??" for _ in prompts]
@@ -174,7 +176,7 @@ def test_peregrm_derives_criteria_once_per_moment_and_averages_four_readings():
     [r, s] = rubric_scores("peregrm", LanguageRater(complete), [(m, "a", 5, True), (m, "b", 5, True)])
     x, b = (1 + 0.6 + 1 + 1) / 4, (1 + 0.6 + 1 + 1) / 4
     assert r == s == pytest.approx(harmonic((x, x, x)) + 0.5 * (b - 1)) and len(calls) == 5 and len(calls[0]) == 1
-    assert all("speak of the garden" in text for texts in calls[1:] for text in texts)
+    assert all("(for them: speak of the garden)" in text for texts in calls[1:] for text in texts) and len({texts[0] for texts in calls}) == 5      # four different dice
 
 
 def test_kardia_reads_four_ordered_spans():
@@ -196,26 +198,69 @@ def episode(changes, replies=None, malformed=(), cuts=(), finish="max_turns"):
                            cuts=list(cuts) or [False] * n, rows=rows, finish=finish, truncated=False)
 
 
+def worthy(stack, batch):
+    return stack.streams(batch, stack.marks(batch))
+
+
+def test_a_judge_that_stops_the_run_has_counted_nothing(monkeypatch):
+    """A spent budget in the middle of a batch: the batch is played again after --resume, so sums and counts must be as if it had never been."""
+    def spent(*_):
+        raise RuntimeError("spent")
+    stack = Rewards("emotion+format+rubric:care", generated=Generated(lambda prompts, n: ["?"] * len(prompts)))
+    worthy(stack, [episode([5, 5])])
+    before = stack.state()
+    monkeypatch.setattr(rubric, "rubric_scores", spent)
+    with pytest.raises(RuntimeError):
+        stack.marks([episode([1, 2])])
+    assert json.loads(stack.state()) | {"rubrics": 0} == json.loads(before) | {"rubrics": 0}
+
+
+def test_what_was_kept_is_not_asked_for_again_after_a_resume():
+    """Generated rubrics and PereGRM's criteria: a loaded state answers by itself."""
+    batch, silent = [episode([5, 5])], lambda *a, **k: pytest.fail("asked again")
+    judge = lambda complete: LanguageRater(lambda prompts, n, **k: ["1: 3\n2: 3\n3: 3\n4: 9\n5: 9\n6: 9\n7: 9\n8: 9"] * len(prompts) if n == 80 else complete(prompts, n))
+    makes = [lambda c: Rewards("emotion+rubric:care", generated=Generated(c)), lambda c: Rewards("emotion+rubric:peregrm", judge(c))]
+    for make in makes:
+        first, second = make(lambda prompts, n: [str(FIXED)] * len(prompts)), make(silent)
+        once = worthy(first, batch)["rubric"]
+        second.load_state(first.state())
+        assert len(worthy(second, batch)["rubric"]) == len(once) == 1
+
+
+def test_judges_know_what_they_may_and_no_more():
+    """A plan that no user heard reaches PERM's and Kardia's judges only; who the person is, never CARE's."""
+    told, m = [], Moment(("I lost my job.",), (), 40, "advice", ("sad",), (), "PERSON", "PLAN")
+    for name in RUBRICS:
+        rater = LanguageRater(lambda prompts, n, **k: told.append((name, str(prompts))) or ["-"] * len(prompts))
+        rubric_scores(name, rater, [(m, "Oh no.", 3, True)], [FIXED] if name in ("care", "care-prior", "fixed") else None)
+    assert {name for name, text in told if "PLAN" in text} == {"perm", "kardia"} and {name for name, text in told if "PERSON" in text} == {"perm", "kardia", "peregrm"}
+
+
+def test_kardias_plan_is_asked_for(tiny_chat):
+    asked = Chat(tiny_chat[1].tokenizer, tiny_chat[0].config.vocab, template="kardia").role.lower()
+    assert all(f"'{name}:'" in asked for name in SPANS)
+
+
 def test_streams_are_centred_by_turn_and_the_emotion_stays_as_it_was(monkeypatch):
     """R_t - b_t with b_t the mean of that turn index so far in the run; a turn that couldn't be scored takes its dialogue's mean; a failed user has no reward at all."""
     values = iter([0.2, 0.8, 0.6, None, 1.0, 0.5])
     monkeypatch.setattr(rubric, "rubric_scores", lambda name, rater, items, rubrics=None: [next(values) for _ in items])
     stack, batch = Rewards("emotion+rubric:perm"), [episode([5, 5]), episode([1, 1]), episode([0], finish="user_failed")]
-    out = stack.streams(batch)
+    out = worthy(stack, batch)
     assert [r and r.total for r in out["emotion"]] == [0.5, 0.42, None] == [r and r.total for r in score(batch)] and out["rubric"][2] is None
     assert out["emotion"][0].parts == {"emotion": 0.5, "rubric": 0.5} and "rubric 0.50" in str(out["emotion"][0])
     assert out["rubric"][0].turns == pytest.approx([0.2 - 0.4, 0.8 - 0.8]) and out["rubric"][1].turns == pytest.approx([0.2, 0.2])    # b = (.2 + .6) / 2, .8; the second turn unknown
     assert out["rubric"][0].total == pytest.approx(-0.2)
     later = Rewards("emotion+rubric:perm")
     later.load_state(json.loads(json.dumps(stack.state())))
-    out = later.streams([episode([5, 5])])
+    out = worthy(later, [episode([5, 5])])
     assert out["rubric"][0].turns == pytest.approx([1.0 - 1.8 / 3, 0.5 - 1.3 / 2])
 
 
 def test_the_format_stream_and_a_plain_stack():
-    out = Rewards("emotion+format").streams([episode([1, 1], malformed=[False, True]), episode([1, 1], cuts=[True, False])])
+    out = worthy(Rewards("emotion+format"), [episode([1, 1], malformed=[False, True]), episode([1, 1], cuts=[True, False])])
     assert [r.parts["format"] for r in out["format"]] == [0.5, 0.5] and out["format"][0].turns == pytest.approx([0.5, -0.5])
-    assert list(Rewards("emotion").streams([episode([1])])) == ["emotion"]
+    assert list(worthy(Rewards("emotion"), [episode([1])])) == ["emotion"]
 
 
 @pytest.mark.parametrize("text", ["rubric:fixed", "emotion+", "emotion+rubric:nope", "emotion+format+format", "emotion+rubric:fixed+rubric:perm", "Emotion", "emotion+rubric", ""])
@@ -228,11 +273,11 @@ def test_rubric_streams_say_what_they_weighed_and_pay_a_better_reply_more():
     good = episode([5], [GOOD])
     for name in ("fixed", "care-prior", "perm", "peregrm"):
         stack = Rewards(f"emotion+rubric:{name}")
-        first, second = stack.streams([good, episode([5], ["Emotion: 100"])])["rubric"]
+        first, second = worthy(stack, [good, episode([5], ["Emotion: 100"])])["rubric"]
         assert first.parts["rubric"] > second.parts["rubric"] and first.total == pytest.approx(-second.total)
         assert ("weight_affective" in stack.report()) == (name in ("fixed", "care-prior"))
     stack = Rewards("emotion+rubric:care", generated=Generated(lambda prompts, n: ["?"] * len(prompts)))
-    stack.streams([good])
+    worthy(stack, [good])
     assert stack.report()["rubrics_invalid"] == 1 and stack.report()["weight_entropy"] == pytest.approx(np.log(3))
 
 
@@ -248,13 +293,16 @@ def test_deficits_of_empa_take_the_emotion_changes_place():
     """MICA's r_t = d(P_{t-1}) - d(P_t), by hand: P_0 = (-6, -6, -6), cognitive level 1 gives +1, affective level 2 gives +3, then a harm of 1 on the cognitive axis."""
     import empa
     levels = {"C1": 3, "C2": 0, "C3": 0, "A1": 3, "A2": 0, "A3": 0, "P1": 3, "P2": 0, "P3": 0}
-    judge = SimpleNamespace(needs=lambda scenarios: [levels] * len(scenarios), levels=lambda items: [((1, 2, 0), (0, 0, 0)), ((0, 0, 0), (-1, 0, 0)), None])
+    judge = SimpleNamespace(needs=lambda scenarios: [levels] * len(scenarios), asked=0, unreadable=0, levels=lambda items: [((1, 2, 0), (0, 0, 0)), ((0, 0, 0), (-1, 0, 0)), None] * (len(items) // 3))
     d = lambda *P: np.sqrt(sum(max(0, -1 - p) ** 2 for p in P))
     [turns] = empa.potentials([episode([1, 1, 1])], judge)
     assert turns == [pytest.approx(d(-6, -6, -6) - d(-5, -3, -6)), pytest.approx(d(-5, -3, -6) - d(-7, -3, -6)), None]
-    stack = Rewards(potential=lambda episodes: empa.potentials(episodes, judge))
-    [r] = stack.streams([episode([1, 1, 1])])["emotion"]
+    stack = Rewards(potential=(empa.potentials, judge))
+    [r] = worthy(stack, [episode([1, 1, 1])])["emotion"]
     assert r.total == 0.43 and r.turns[2] == pytest.approx((turns[0] + turns[1]) / 2)
+    assert r.parts["deficit"] == pytest.approx(sum(r.turns))
+    clean, spoilt, late = worthy(stack, [episode([1, 1, 1], malformed=m) for m in ([False] * 3, [True, False, False], [False, True, False])])["emotion"]
+    assert sum(clean.turns) > 0 and spoilt.turns == [0, 0, 0] and late.turns == pytest.approx([turns[0], -turns[0], 0])      # what is malformed keeps nothing
     scripted = empa.potentials([episode([1, 1], [GOOD, "Emotion: 100"])], empa.ScriptedJudge())
     assert scripted[0][0] > 0 >= scripted[0][1]
 

@@ -91,7 +91,7 @@ def test_a_further_stream_is_credited_by_itself_and_added():
         b, _ = train_grpo.mixed_advantages(args, {"rubric": second})
         both, flat_both = train_grpo.mixed_advantages(args, {"emotion": first, "rubric": second})
         assert flat == flat_both and both[3] == [] and all(x == pytest.approx([p + 0.3 * q for p, q in zip(m, n)]) for x, m, n in zip(both, a, b))
-        assert np.abs(np.concatenate(a)).mean() == pytest.approx(np.abs(np.concatenate(b)).mean(), rel=1.0)      # of one size, though the streams' are not
+        assert np.abs(np.concatenate(a)).mean() == pytest.approx(np.abs(np.concatenate(b)).mean(), rel=0.3)      # of one size, though the streams' are not
 
 
 def test_a_failed_user_leaves_the_statistics(batch):
@@ -276,7 +276,7 @@ def test_a_run_with_a_reward_stack_resumes_bit_for_bit(tiny_folder, tmp_path):
     assert "rubric 0." in (tmp_path / "two" / "samples" / "step_000002.txt").read_text()
 
 
-@pytest.mark.parametrize("flags,word", [(["--reward", "emotion+rubric:nope"], "rubric:nope"), (["--reward", "emotion+rubric:kardia"], "--think"), (["--reward", "emotion+rubric:peregrm"], "--memory"), (["--mu", "0"], "--mu"),
+@pytest.mark.parametrize("flags,word", [(["--reward", "emotion+rubric:nope"], "rubric:nope"), (["--reward", "emotion+rubric:kardia"], "--template kardia"), (["--credit_from", "deficit", "--credit", "trajectory"], "--credit_from"), (["--judge", "lm:nowhere"], "--judge"), (["--reward", "emotion+rubric:peregrm"], "--memory"), (["--mu", "0"], "--mu"),
                                         (["--reward", "emotion+rubric:care", "--generator", "none-such"], "rubric.py sft"), (["--judge", "oracle"], "--judge"), (["--memory", "none-such.jsonl"], "none-such.jsonl")])
 def test_a_stack_that_cannot_be_is_refused_at_once(flags, word, tiny_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
@@ -377,7 +377,7 @@ def test_a_longer_run_is_remembered(tiny_folder, tmp_path):
     train_grpo.main(["--resume", str(run), "--steps", "2"])
     assert not (run / "result.json").exists()
     assert json.loads((run / "config.json").read_text())["steps"] == 2 and metrics(run)[-1]["step"] == 2
-    assert "[[" in (run / "samples" / "step_000002.txt").read_text() and "  reward    0." in (run / "samples" / "step_000002.txt").read_text()
+    assert "[[" in (run / "samples" / "step_000002.txt").read_text() and "  emotion   0." in (run / "samples" / "step_000002.txt").read_text()
 
 
 def test_the_closing_table(tiny_folder, tmp_path, capsys):
