@@ -17,7 +17,7 @@ import textwrap
 import torch
 
 from model import Cache, append, sample
-from rollout import Chat, add_template_flags, check_template, perceive
+from rollout import Chat, add_template_flags, check_template, perceive, trained_template
 from rundir import Flags, die, positive
 from scenarios import load_memories, load_scenarios
 from simulator import DYNAMICS, ScriptedUser, ScriptedUsers
@@ -111,7 +111,8 @@ def main(argv=None):
     p.add_argument("--seed", type=int, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
-    args, _ = p.parse(argv)
+    args, given = p.parse(argv)
+    trained_template(args, given)
     if not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1 or args.top_k < 0 or args.seed < 0:
         die("--temperature, --top_k and --seed must be 0 or more, --top_p above 0 and at most 1")
     scenario = None

@@ -7,6 +7,7 @@ explicitly; what has no place among them is left out and counted. Left out on pu
 import csv
 import io
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rundir import die
 LABELS = ("neutral", "joy", "sadness", "anger", "fear", "surprise", "disgust")
 MAPPED = {**{name: name for name in LABELS}, "joyful": "joy", "mad": "anger", "scared": "fear", "sad": "sadness", "peaceful": "neutral", "powerful": "joy",                # EmoryNLP's seven: the last two are our choice
           "hap": "joy", "happy": "joy", "happiness": "joy", "exc": "joy", "excited": "joy", "excitement": "joy", "ang": "anger", "angry": "anger", "fru": "anger", "frustrated": "anger", "frustration": "anger",
-          "neu": "neutral", "fea": "fear", "fearful": "fear", "sur": "surprise", "surprised": "surprise", "dis": "disgust", "disgusted": "disgust"}              # IEMOCAP's, short and long
+          "neu": "neutral", "neutral state": "neutral", "fea": "fear", "fearful": "fear", "sur": "surprise", "surprised": "surprise", "dis": "disgust", "disgusted": "disgust"}              # IEMOCAP's, short and long
 EDF = json.loads((DATA / "edf.json").read_text(encoding="utf-8"))
 NOT_OURS = ("oth", "other", "xxx", "undefined", "non-neutral")
 
@@ -43,18 +44,15 @@ def read_emotions(path, split=None):
         raw = path.read_bytes()
     except OSError as e:
         die(f"{path}: cannot be read ({e.strerror}); give a file of emotions: .csv, .json or .jsonl")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = raw.decode("cp1252", "replace")             # MELD's files went through a spreadsheet: curly quotes of Windows
+    text = decoded(raw)
     if not text.strip():
         die(f"{path}: the file is empty")
     rows = from_csv(path, text) if path.suffix.lower() == ".csv" else from_json(path, text)
     out, left, dialogues = [], 0, {}
     for where, key, split_, speaker, said, labels in rows:
         said = " ".join(said.split())
-        lines = dialogues.setdefault(key, [])
-        lines.append((speaker or "Someone", said))
+        lines = dialogues.setdefault((split_, key), [])    # MELD counts its dialogues from 0 in each split
+        lines += [(speaker or "Someone", said)] if said else []
         names = [str(x).strip().lower() for x in labels]
         if wrong := [n for n in names if n not in MAPPED and n not in NOT_OURS]:
             die(f"{where}: emotion '{wrong[0][:30]}' is not one of {', '.join(LABELS)}, nor one that is mapped to them")
@@ -67,6 +65,20 @@ def read_emotions(path, split=None):
     return out, left
 
 
+def decoded(raw):
+    """Bytes as text: UTF-8 with or without a mark, UTF-16 with one; a byte that is none, and a C1 control, as the spreadsheet of Windows meant it (MELD went through one: 0x92 is an apostrophe)."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16", "replace")
+    text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
+    return re.sub("[\x80-\x9f\udc80-\udcff]", lambda m: bytes([ord(m[0]) & 0xFF]).decode("cp1252", "replace"), text)
+
+
+def cell(text):
+    """What a table's cell holds: "joy" -> ["joy"], "['Joyful']" -> ["Joyful"], "" -> []."""
+    text = text.strip()
+    return [found[1] for found in re.findall(r"""(['"])(.*?)\1(?=\s*[,\]])""", text)] if text.startswith("[") else [text] if text else []
+
+
 def from_csv(path, text):
     """MELD's and EmoryNLP's tables, by the names of their columns."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -74,28 +86,36 @@ def from_csv(path, text):
     scene = "Dialogue_ID" if "Dialogue_ID" in names else "Scene_ID"
     if missing := [n for n in ("Utterance", "Speaker", "Emotion", scene) if n not in names]:
         die(f"{path}:1: column '{missing[0]}': missing; the columns are {', '.join(names)[:120]}")
-    for row in reader:
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as e:
+            die(f"{path}:{reader.line_num}: {e} (a quote that is not closed?)")
+        if row is None:
+            return
         where = f"{path}:{reader.line_num}"
-        if row["Utterance"] is None or not (row["Emotion"] or "").strip():
+        if row["Utterance"] is None or row["Emotion"] is None:
             die(f"{where}: field 'Emotion': missing (a quote that is not closed?)")
-        speaker = (row["Speaker"] or "").strip("[]'\" ")
         key = "-".join(str(row.get(n)) for n in (("Dialogue_ID",) if scene == "Dialogue_ID" else ("Season", "Episode", "Scene_ID")))
-        yield where, key, "heldout", speaker, row["Utterance"], [row["Emotion"]]
+        yield where, key, "heldout", ", ".join(cell(row["Speaker"] or "")), row["Utterance"], cell(row["Emotion"])
 
 
 def from_json(path, text):
     """EmoryNLP's JSON; ours, a dialogue a line; or plain JSONL, an utterance a line: {"dialogue", "speaker", "text", "emotion"}."""
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = None
     if isinstance(whole, dict) and "episodes" in whole:
-        for e in whole["episodes"]:
-            for s in e["scenes"]:
-                for u in s["utterances"]:
-                    if u.get("transcript"):
-                        yield f"{path}: {u.get('utterance_id')}", str(s.get("scene_id")), "heldout", ", ".join(u.get("speakers") or []), u["transcript"], [u.get("emotion")]
+        try:
+            found = [(s, u) for e in whole["episodes"] for s in e["scenes"] for u in s["utterances"] if u.get("transcript")]
+            named = [[u["speakers"]] if isinstance(u.get("speakers"), str) else u.get("speakers") or [] for _, u in found]
+            found = [(f"{path}: {u.get('utterance_id')}", str(s.get("scene_id")), "heldout", ", ".join(who), str(u["transcript"]), [u["emotion"]] if u.get("emotion") else []) for (s, u), who in zip(found, named)]
+        except (KeyError, TypeError, AttributeError):
+            die(f"{path}: has 'episodes', but not EmoryNLP's episodes > scenes > utterances > transcript, speakers, emotion")
+        yield from found
         return
+    ids = set()
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -106,15 +126,17 @@ def from_json(path, text):
             die(f"{where}: broken JSON ({getattr(e, 'msg', e)})")
         if not isinstance(row, dict):
             die(f"{where}: a JSON object is expected")
-        inside = row["utterances"] if isinstance(row.get("utterances"), list) else [row]
+        inside, key = row["utterances"] if isinstance(row.get("utterances"), list) else [row], str(row.get("id", row.get("dialogue", where)))     # without either, a dialogue of its own
+        if "utterances" in row and (key in ids or ids.add(key)):
+            die(f"{where}: field 'id': '{key[:40]}' was used before")
         for u in inside:
             said, labels = u.get("text", u.get("utterance")) if isinstance(u, dict) else None, u.get("emotions", u.get("emotion", [])) if isinstance(u, dict) else None
-            labels = [labels] if isinstance(labels, str) else labels
+            labels = [labels] if isinstance(labels, str) and labels else labels or []
             if not isinstance(said, str):
                 die(f"{where}: field 'text': must be a string")
             if not (isinstance(labels, list) and all(isinstance(x, str) for x in labels)):
                 die(f"{where}: field 'emotions': must be a list of labels")
-            yield where, str(row.get("id", row.get("dialogue", ""))), row.get("split", "heldout"), str(u.get("speaker", "")), said, labels
+            yield where, key, row.get("split", "heldout"), str(u.get("speaker", "")), said, labels
 
 
 # ---------------------------------------------------------------------------------------------- scores

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import report
 from appraisal import STOP, words
 from backend import BudgetSpent, LocalModel, Server, add_server_flags, check_backend, make_backend
-from rollout import ASKED, SYSTEM, Chat, add_template_flags, check_budget, rollout
+from rollout import ASKED, SYSTEM, Chat, add_template_flags, check_budget, rollout, trained_template
 from rundir import Flags, die, nonnegative, positive, read_json, record_result, writable
 from scenarios import read_lines
 from simulator import UserTurn
@@ -258,7 +258,7 @@ def run(args):
         model, tokenizer = load(args.model, dtype, device)
         chat = Chat(tokenizer, model.config.vocab, POLICY + ASKED[args.template].removeprefix(SYSTEM), args.template)
         limit = args.max_tokens or min(8192, model.config.max_positions)
-        fits = [t for t in items if len(chat.opening(t.prompts[0])) + args.max_new_tokens <= limit]
+        fits = [t for t in items if len(chat.opening(t.prompts[0])) + chat.extra + args.max_new_tokens <= limit]
         check_budget(model, chat, [SimpleNamespace(id=f"task {t.id}", opening=t.prompts[0], facts=()) for t in fits or items], args.max_new_tokens, limit)
         for t in (t for t in items if t not in fits):
             problems.append(f"task {t.id}: its first message and one reply do not fit into {limit} tokens; raise --max_tokens")
@@ -345,8 +345,8 @@ def main(argv=None):
         die(f"--out {args.out}: exists; give another name" + ("" if args.overwrite else " or --overwrite"))
     if args.judge != "scripted":
         check_backend("--judge", args.judge, args, "lm:MODEL, server:URL#MODEL, or scripted")
-    config = Path(args.model) / "config.json"
-    if (Path(args.model) / "best").is_dir() and config.is_file() and "template" not in given:
-        args.template = read_json(config).get("template", "none")  # a run speaks as it was trained to
+    trained_template(args, given)
+    if args.perception != "model":
+        die("--perception: there are no scenarios here that its rows could be about; leave it out")
     torch.set_num_threads(args.threads or torch.get_num_threads())
     return run(args)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import report
 from appraisal import INTENTS, words
 from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
-from emotions import felt_by, regulation
+from emotions import LABELS, felt_by, regulation
 from rollout import TEMPLATES, Chat, Episode, Row, add_template_flags, check_budget, check_template, rollout, transcript
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_memories, load_scenarios
@@ -94,7 +94,7 @@ def summary(episodes):
     emotion 0..100 and its scenario-clustered 95 % interval; outcome: the same with 0 for dialogues with a malformed think block; success, failure: % of dialogues ending >= 100, < 10;
     intents: intent -> {n, emotion, low, high}; states: the same by interaction state, with passed, the % that ended at >= 50; finish: how dialogues ended -> count; tokens: mean reply length, <|im_end|> included;
     cut: % of replies that hit their budget; malformed: % that lacked the form of the template; perceived: with --template edf, % of replies whose named feeling
-    is one of the scenario's; follows, mirrors: % of replies as emotions.regulation has them, for users that speak English; distinct_2: different word pairs / word pairs over all replies (falls as
+    is one of the scenario's, and perceived_by_rote, what the best single label would get; follows, mirrors: % of replies as emotions.regulation has them, for users that speak English; distinct_2: different word pairs / word pairs over all replies (falls as
     there are more replies: compare equal n); curve: mean emotion at the start and after each reply, a dialogue that has
     ended staying where it ended (else the curve of the last turns would be one of survivors only); parts: share of replies
     (0..1) in which each named part of the user's appraisal was not zero; gaming: as scores.gaming has it.
@@ -107,6 +107,7 @@ def summary(episodes):
         return {"n": len(of), "emotion": mean([e.emotion for e in of]), "low": low, "high": high}
     replies, cuts = [words(r) for e in kept for r in e.replies], [100 * c for e in kept for c in e.cuts]
     pairs = [p for r in replies for p in zip(r, r[1:])]
+    named = [(felt_by(e.scenario), label) for e in kept if e.scenario.feelings for label, _ in e.perceived]
     regulated = [kind for e in kept for kind in regulation(e)] if all(e.scenario.language == "en" for e in kept) else []
     fired = Counter(name for e in kept for t in e.turns for name, value in t.parts.items() if value)
     curves = [[e.start_emotion] + [t.emotion for t in e.turns] + [e.emotion] * (length - len(e.turns)) for e in kept]
@@ -117,7 +118,7 @@ def summary(episodes):
             "states": {str(z): {**part(of), "passed": mean([100 * (e.emotion >= 50) for e in of])} for z in STATES if (of := [e for e in kept if e.state == z])},
             "finish": dict(Counter(e.finish for e in kept).most_common()),
             "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
-            "perceived": mean([100 * (label in felt_by(e.scenario)) for e in kept for label, _ in e.perceived]), **{kind: mean([100 * (r == kind) for r in regulated]) for kind in ("follows", "mirrors")},
+            "perceived": mean([100 * (label in felt) for felt, label in named]), "perceived_by_rote": max((100 * np.mean([label in felt for felt, _ in named]) for label in LABELS), default=None) if named else None, **{kind: mean([100 * (r == kind) for r in regulated]) for kind in ("follows", "mirrors")},
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
             "parts": {name: count / len(replies) for name, count in fired.most_common()}, "gaming": gaming([row(e, 0) for e in kept])}
 
@@ -130,6 +131,7 @@ def table(s, note):
              f"dialogues           {s['n']} of {s['scenarios']} scenarios; " + ", ".join(f"{k} {v}" for k, v in s["finish"].items())
              + (f"; {s['failed']} left out: their user failed" if s["failed"] else ""),
              f"replies             {half_up(s['tokens'])} tokens, {half_up(s['cut'])} % cut off, {half_up(s['malformed'])} % malformed, distinct-2 {half_up(s['distinct_2'], 2)}",
+             *([f"feelings named       {half_up(s['perceived'])} % rightly; the best single label would get {half_up(s['perceived_by_rote'])} %"] if s["perceived_by_rote"] is not None else []),
              "gaming              " + gaming_line(s["gaming"]),
              "in % of replies     " + ", ".join(f"{name} {half_up(100 * x, 0)}" for name, x in s["parts"].items() if name != "expectation"),
              "emotion by turn     " + " ".join(half_up(x) for x in s["curve"]), "", f"{'intention':<12} {'n':>4}  emotion        95 % CI"]
@@ -382,7 +384,7 @@ def main(argv=None):
     if (Path(args.model) / "best").is_dir() and config.is_file():      # a run: its own dialogue settings, where none are given
         saved = read_json(config)
         whole = lambda x: type(x) is int and x > 0
-        good = {"dynamics": lambda x: x in list(DYNAMICS), "template": lambda x: x in TEMPLATES, "max_turns": whole, "max_new_tokens": whole, "max_tokens": whole,
+        good = {"dynamics": lambda x: x in list(DYNAMICS), "template": lambda x: x in TEMPLATES, "perception": lambda x: isinstance(x, str), "max_turns": whole, "max_new_tokens": whole, "max_tokens": whole,
                 "temperature": lambda x: type(x) in (int, float) and 0 <= x < math.inf, "init": lambda x: isinstance(x, str)}
         if wrong := next((name for name in good if name in saved and not good[name](saved[name])), None):
             die(f"{config}: field '{wrong}': {json.dumps(saved[wrong])[:40]} is not what a training script writes; mend it, or give {args.model}/best and the flags")

@@ -13,13 +13,14 @@ together here as ids, because templates add a default system prompt (Qwen2.5) or
 import argparse
 import re
 import threading
+from pathlib import Path
 from dataclasses import dataclass, field
 
 import torch
 
 from emotions import EDF, LABELS, read_perceptions, regulate
 from model import Cache, append, sample
-from rundir import Flags, die, positive
+from rundir import Flags, die, positive, read_json
 from weights import load, pick_device, pick_dtype
 
 AFTER = 256                                                # tokens of a user's last line that Episode.beyond keeps, for a critic to read
@@ -30,7 +31,7 @@ PERCEIVE = SYSTEM + " Before each answer you name in brackets what they feel, an
 FELT = 8                                                   # tokens that the name of a feeling may take
 ASKED = {"none": SYSTEM, "think": THINK, "edf": PERCEIVE, "kardia": SPANNED}
 TEMPLATES = tuple(ASKED)
-SPAN = re.compile(r"\[\s*(feeling|aim)\b", re.I)           # how a bracket of --template edf begins
+SPAN = re.compile(rf"[\[［]\W*(?:feel|aim|perce)|^\W*(?:{'|'.join(LABELS)})\s*[\]］]", re.I)           # how a bracket of --template edf begins, or the rest of one that the policy takes for its turn
 
 
 # ---------------------------------------------------------------------------------------------- chat pieces
@@ -185,6 +186,15 @@ def add_template_flags(p):
                    "reply is written to. Each turn is a training row of its own, what lacks the form gives reward 0 (default: %(default)s)")
     p.add_argument("--think", dest="template", action="store_const", const="think", default=argparse.SUPPRESS, help="short for --template think")
     p.add_argument("--perception", default="model", metavar="model|FILE", help="with --template edf: who names the feeling, the policy, or rows of scenario, turn, label, confidence in a .jsonl, as a speech-emotion model would write (default: %(default)s)")
+
+
+def trained_template(args, given):
+    """A run folder speaks as it was trained to, unless --template says otherwise."""
+    config = Path(args.model) / "config.json"
+    if (Path(args.model) / "best").is_dir() and config.is_file() and "template" not in given:
+        args.template = read_json(config).get("template", "none")
+        if args.template not in TEMPLATES:
+            die(f"{config}: field 'template': '{args.template}' is not one of {', '.join(TEMPLATES)}")
 
 
 def check_template(args, scenarios):

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from emotions import LABELS, Utterance, classification, consistency, iou, majority, read_emotions
 from model import Cache, append
 from rollout import Chat, Row, answers
-from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
+from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, read_json, record_result, writable
 from stats import bootstrap, half_up
 from train_grpo import trajectory_advantages, update
 from train_sft import fit
@@ -82,7 +82,7 @@ def label_logprobs(model, chat, us, batch=16):
 
 
 def evaluate(model, chat, us, name, quiet=False):
-    """Scores on utterances with gold, by label log-probs and by sampled text (greedy). -> dict of numbers, printed unless quiet."""
+    """Scores on utterances with gold, by label log-probs and by sampled text (greedy), of which overlap is the mean smoothed IoU with all of gold. -> dict of numbers, printed unless quiet."""
     logp = label_logprobs(model, chat, us)
     texts = [e.replies[0].lower() for a in range(0, len(us), 64) for e in answers(model, chat, [chat.prompt(understand(u)) for u in us[a:a + 64]], 1, 12, 0.0, None)]
     by_logp, by_text = [LABELS[k] for k in logp.argmax(1).tolist()], [r and min(r, key=text.find) for text in texts for r in [parse(text)]]       # of two, the one named first
@@ -93,7 +93,7 @@ def evaluate(model, chat, us, name, quiet=False):
     c, t = classification([u.gold for u in us], by_logp), classification([u.gold for u in us], by_text)
     entropy = -sum(p * np.log(p) for p in (np.array(list(Counter(by_logp).values())) / len(us)))
     found = {"name": name, "n": len(us), "accuracy": 100 * c["accuracy"], "low": low, "high": high, "weighted_f1": 100 * c["weighted_f1"], "macro_f1": 100 * c["macro_f1"], "majority": chance, "confusion": c["confusion"],
-             "text_accuracy": 100 * t["accuracy"], "text_weighted_f1": 100 * t["weighted_f1"], "unread": 100 * t["unread"] / len(us), "label_entropy": float(entropy)}
+             "text_accuracy": 100 * t["accuracy"], "text_weighted_f1": 100 * t["weighted_f1"], "overlap": float(np.mean([iou(parse(text) or (), u.gold) for text, u in zip(texts, us)])), "unread": 100 * t["unread"] / len(us), "label_entropy": float(entropy)}
     if not quiet:
         ci = f" ({half_up(low)} .. {half_up(high)})" if low is not None else ""
         print(f"{name}: n {len(us)}  accuracy {half_up(found['accuracy'])}{ci}, always '{top}' {half_up(chance)}  weighted F1 {half_up(found['weighted_f1'])}  macro F1 {half_up(found['macro_f1'])}  "
@@ -106,10 +106,21 @@ def forbidden(us):
     return {u.dialogue for u in us if u.split != "train"}, {hashlib.sha256(u.lines[-1][1].encode()).hexdigest() for u in us if u.split != "train" and len(u.lines[-1][1].split()) > 3}
 
 
+def clean(u, ids, hashes):
+    """Whether an utterance, and every line it is read with, is of no held-out dialogue."""
+    return u.dialogue not in ids and not any(hashlib.sha256(text.encode()).hexdigest() in hashes for _, text in u.lines)
+
+
 def assert_clean(us, ids, hashes):
-    """AssertionError where a training utterance, or a line it is read with, is of a held-out dialogue."""
+    """AssertionError where something is about to be trained on that is held out."""
     for u in us:
-        assert u.dialogue not in ids and not any(hashlib.sha256(text.encode()).hexdigest() in hashes for _, text in u.lines), f"{u.dialogue} is held out"
+        assert clean(u, ids, hashes), f"{u.dialogue} is held out"
+
+
+def unlabelled(us, share, seed):
+    """The training dialogues whose gold no stage of a run may read: a share of them, drawn by the run's seed."""
+    names = sorted({u.dialogue for u in us if u.split == "train"})
+    return set(np.random.default_rng([seed, 3]).permutation(names)[:round(share * len(names))].tolist())
 
 
 # ---------------------------------------------------------------------------------------------- imitation
@@ -118,7 +129,10 @@ def sft(args, us, device, dtype):
     run = Path(args.out)
     if run.exists():
         die(f"--out {run} exists; give another name or remove it")
-    train, heldout = ([u for u in us if u.split == split and u.gold] for split in ("train", "heldout"))
+    hidden = unlabelled(us, args.unlabelled, args.seed)
+    train, heldout = ([u for u in us if u.split == split and u.gold and u.dialogue not in hidden] for split in ("train", "heldout"))
+    if not train:
+        die(f"--unlabelled {args.unlabelled:g}: leaves nothing to imitate; lower it")
     assert_clean(train, *forbidden(us))
     gold = [u.gold for u in train]
     if args.shuffle:
@@ -152,14 +166,12 @@ def rewards(group, gold, weight=0.2, s=0.1):
 
 
 def self_grpo(args, us, device, dtype):
-    """GRPO over groups of understanding answers; the loss is train_grpo.py's. --unlabelled: share of the training dialogues whose gold is hidden."""
-    run, (model, tokenizer, chat, start) = Path(args.run), begin(args, device, dtype)
+    """GRPO over groups of understanding answers; the loss is train_grpo.py's. In the dialogues that sft --unlabelled left out, the group's majority stands in for gold."""
+    run, (model, tokenizer, chat, start, hidden) = Path(args.run), begin(args, us, device, dtype)
     train, dev, heldout = ([u for u in us if u.split == split and (u.gold or split == "train")] for split in ("train", "dev", "heldout"))
     if len(train) < args.batch:
         die(f"--batch {args.batch}: only {len(train)} training utterances in {args.emotions}")
     assert_clean(train, *forbidden(us))
-    names = sorted({u.dialogue for u in train})
-    hidden = set(np.random.default_rng([args.seed, 3]).permutation(names)[:round(args.unlabelled * len(names))].tolist())
     found = [evaluate(model, chat, heldout, start)]
     model.train_only_upper(args.train_layers)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -197,11 +209,13 @@ def keepable(group, target, threshold=0.6):
 
 
 def fly(args, us, device, dtype):
-    """Rounds of: write a line towards an emotion, understand it `group_size` times, keep by three tests, learn both roles from what was kept. The dialogues are the training ones; no label of theirs is read.
+    """Rounds of: write a line towards an emotion, understand it `group_size` times, keep by three tests, learn both roles from what was kept. The dialogues are those that sft --unlabelled
+    left out, else the training ones; no label of theirs is read.
     Each round logs the share kept, accuracy on the dev gold, the entropy of the labels given; --guard takes back a round after which the accuracy has fallen, and ends there."""
-    run, (model, tokenizer, chat, start) = Path(args.run), begin(args, device, dtype)
+    run, (model, tokenizer, chat, start, hidden) = Path(args.run), begin(args, us, device, dtype)
     seeds, dev, heldout = ([u for u in us if u.split == split and (u.gold or split == "train")] for split in ("train", "dev", "heldout"))
     ids, hashes = forbidden(us)
+    seeds = [u for u in seeds if u.dialogue in hidden] or seeds
     assert_clean(seeds, ids, hashes)
     found = [evaluate(model, chat, heldout, start)]
     best = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
@@ -244,15 +258,15 @@ def fly(args, us, device, dtype):
     return found
 
 
-def begin(args, device, dtype):
-    """The model that a later stage starts from: RUN/sft, or what --start names. -> model, tokenizer, chat, name."""
+def begin(args, us, device, dtype):
+    """The model that a later stage starts from: RUN/sft, or what --start names. -> model, tokenizer, chat, name, dialogues whose gold is hidden."""
     run = Path(args.run)
     if not (run / args.start / "model.safetensors").is_file():
         die(f"--run {run}: no {args.start} there; python selfplay.py sft --out {run} makes one")
     if (run / args.what).exists():
         die(f"{run}/{args.what} exists; remove it, or make another run")
-    model, tokenizer = load(str(run / args.start), dtype, device)
-    return model, tokenizer, Chat(tokenizer, model.config.vocab), args.start
+    made, (model, tokenizer) = read_json(run / "config.json"), load(str(run / args.start), dtype, device)
+    return model, tokenizer, Chat(tokenizer, model.config.vocab), args.start, unlabelled(us, made["unlabelled"], made["seed"])
 
 
 def log(path, record, new):
@@ -284,6 +298,7 @@ def main(argv=None):
         p.add_argument("--epochs", type=positive(int), default=2, help="passes over the utterances (default: %(default)s)")
         p.add_argument("--batch", type=positive(int), default=16, help="utterances a step (default: %(default)s)")
         p.add_argument("--express", action="store_true", help="the second role too, which the flywheel needs")
+        p.add_argument("--unlabelled", type=nonnegative(float), default=0.0, metavar="SHARE", help="of the training dialogues, whose gold is hidden from this and every later stage (default: %(default)s)")
         p.add_argument("--shuffle", action="store_true", help="the control: labels dealt at random")
     if what in ("grpo", "fly"):
         p.add_argument("--run", default="runs/emo", metavar="RUN", help="folder that selfplay.py sft made (default: %(default)s)")
@@ -293,7 +308,6 @@ def main(argv=None):
         p.add_argument("--steps", type=positive(int), default=12, help="batches (default: %(default)s)")
         p.add_argument("--batch", type=positive(int), default=32, help="utterances a batch (default: %(default)s)")
         p.add_argument("--consistency", type=nonnegative(float), default=0.2, help="lambda, the weight of agreement within the group (default: %(default)s)")
-        p.add_argument("--unlabelled", type=nonnegative(float), default=0.0, help="share of the training dialogues whose gold is hidden: the group's majority stands in (default: %(default)s)")
         p.add_argument("--eval_every", type=positive(int), default=4, help="batches between scores on the dev split (default: %(default)s)")
     if what == "fly":
         p.add_argument("--rounds", type=positive(int), default=3, help="rounds of self-play (default: %(default)s)")
@@ -309,10 +323,15 @@ def main(argv=None):
     for path in args.files if what == "test" else [args.emotions]:
         us, left = read_emotions(path)
         sets.append((path, us))
-        if left:
-            print(f"{path}: {left} utterances left out, their label is none of the seven")
+        if left or not all(u.gold for u in us):
+            print(f"{path}: {left} utterances left out, their label is none of the seven; {sum(not u.gold for u in us)} have none")
     if what != "test" and not all(any(u.split == s and u.gold for u in us) for s in ("train", "dev", "heldout")):
         die(f"--emotions {path}: needs the splits train, dev and heldout; other files can be tested on, not trained")
+    if what != "test":
+        fence = forbidden(us)
+        sets = [(path, [u for u in us if u.split != "train" or clean(u, *fence)])]
+        if len(sets[0][1]) < len(us):
+            print(f"{path}: {len(us) - len(sets[0][1])} training utterances left out, they or a line before them are in dev or heldout, too")
     device = pick_device()
     dtype = pick_dtype(args.dtype, device)
     if what == "test":

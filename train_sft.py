@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from appraisal import DATA
-from emotions import felt_by, regulate
+from emotions import EDF, felt_by, regulate
 from model import token_logprobs
 from rollout import ASKED, Chat, Row, collate, micro_batches
 from rundir import Flags, die, nonnegative, positive
@@ -136,7 +136,7 @@ def cold_start(name, file, device, dtype, template="none"):
     """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
     source, made_for = resolve(name), "edf" if template == "edf" else "none"       # there are no plans to imitate: with think the policy starts from plain replies
     stamp = hashlib.sha256()
-    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(DEFAULTS), str(dtype), device.type, ASKED[made_for], made_for, RECIPE):
+    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(DEFAULTS), str(dtype), device.type, ASKED[made_for], made_for, json.dumps(EDF) * (made_for == "edf"), RECIPE):
         stamp.update(part if isinstance(part, bytes) else part.encode())
     folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
     if (folder / "config.json").is_file():

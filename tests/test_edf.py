@@ -4,6 +4,7 @@ import random
 from copy import deepcopy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,8 +67,8 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
     def mixture(_):
         text, depth = "", 0
         for _ in range(rng.randrange(1, 9)):
-            piece = rng.choice(["[feeling: ", "[aim: ", "[ Aim:", "]", "SECRET ", "hello ", "\n", "sadness"])
-            depth = depth + 1 if piece.startswith("[") else max(0, depth - 1) if piece == "]" else depth
+            piece = rng.choice(["[feeling: ", "[aim: ", "[ Aim:", "[feelings: ", "[*feeling*: ", "[feel: ", "\uff3bfeeling: ", "]", "SECRET ", "hello ", "\n", "sadness"])
+            depth = depth + 1 if piece[0] in "[\uff3b" else max(0, depth - 1) if piece == "]" else depth
             text += piece if piece != "SECRET " or depth else ""
         made.append(text)
         return text
@@ -84,7 +85,7 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
                 assert "SECRET" not in context and len(SPAN.findall(context)) == 1
             assert "SECRET" not in chat.tokenizer.decode(e.beyond) and not SPAN.search(chat.tokenizer.decode(e.beyond))
         monkeypatch.setattr(module, "sample", __import__("model").sample)
-    assert heard and not any("SECRET" in text or SPAN.search(text) for text in heard) and sum("SECRET" in text for text in made) > 200
+    assert heard and not any("SECRET" in text or SPAN.search(text) for text in heard) and sum("SECRET" in text for text in made) > 150
 
 
 # ---------------------------------------------------------------------------------------------- rows and cache
@@ -181,7 +182,7 @@ def test_evaluation_counts_what_was_perceived_and_goes_on_where_it_was_stopped(t
     found = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     spread = [r["id"] for r in map(json.loads, out.read_text().splitlines())]
     right = [i for i, s in enumerate(DEV) if s.id in spread and i % 2]
-    assert found["perceived"] == pytest.approx(100 * len(right) / 4) and found["follows"] + found["mirrors"] <= 100
+    assert found["perceived"] == pytest.approx(100 * len(right) / 4) and found["perceived_by_rote"] == pytest.approx(100 * max(np.mean([label in felt_by(s) for s in DEV if s.id in spread]) for label in LABELS))
     lines = out.read_text().splitlines(keepends=True)
     assert json.loads(lines[0])["history"][1]["perceived"][0] in LABELS
     out.write_text("".join(lines[:2]))

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from appraisal import STOP, words
 from conftest import ROOT
 from emotions import LABELS, classification, consistency, iou, majority, read_emotions
 from scenarios import load_scenarios
@@ -27,8 +28,9 @@ def test_ours_is_large_balanced_and_split_by_dialogue():
     assert all(len(us) > 90 and {u.gold[0] for u in us} == set(LABELS) for us in by.values())
     texts = {split: {u.lines[-1][1] for u in us if len(u.lines[-1][1].split()) > 3} for split, us in by.items()}
     assert not texts["train"] & texts["heldout"] and not texts["train"] & texts["dev"] and not {u.dialogue for u in by["train"]} & {u.dialogue for u in by["heldout"]}
-    openings = {s.opening for s in load_scenarios(ROOT / "data" / "scenarios.jsonl", "heldout")}
-    assert not openings & {u.lines[-1][1] for u in everything}
+    runs = lambda text: {tuple(ws[i:i + 4]) for ws in [words(text)] for i in range(len(ws) - 3) if sum(w not in STOP for w in ws[i:i + 4]) >= 3}
+    events = {run: s.id for s in load_scenarios(ROOT / "data" / "scenarios.jsonl", "heldout") for text in (s.background, s.opening, *s.facts) for run in runs(text)}
+    assert not [(u.dialogue, run) for u in everything for run in runs(u.lines[-1][1]) if run in events]     # no event shared: not even four words of which three mean something
 
 
 def test_meld_with_its_quotes_line_breaks_and_encodings(tmp_path):
@@ -37,6 +39,35 @@ def test_meld_with_its_quotes_line_breaks_and_encodings(tmp_path):
         us, left = read_emotions(tmp_path / "m.csv")
         assert [u.gold for u in us] == [("sadness",), ("surprise",), ("joy",)] and left == 0
         assert us[1].lines == (("Ann", 'Oh, he\u2019s gone. He said "never".'), ("Bo", "Two lines")) and us[2].lines == (("All", "Hi!"),)
+
+
+def test_single_bytes_and_controls_of_windows_do_not_spoil_the_other_rows(tmp_path):
+    """A UTF-8 file with one raw 0x92, one with U+0092 for an apostrophe and U+0085 for an ellipsis, and one in UTF-16."""
+    mixed = MELD.encode() + b"4,It\x92s me,Bo,joy,positive,1,1,4,7,x,y\n"
+    for raw in (mixed, b"\xef\xbb\xbf" + mixed, MELD.replace("\u2019", "\x92").replace("Two", "Two\x85").encode() + "4,It\u2019s me,Bo,joy,positive,1,1,4,7,x,y\n".encode(), (MELD + "4,It\u2019s me,Bo,joy,positive,1,1,4,7,x,y\n").encode("utf-16")):
+        (tmp_path / "m.csv").write_bytes(raw)
+        us, _ = read_emotions(tmp_path / "m.csv")
+        assert "he\u2019s" in us[0].lines[0][1] and us[3].lines[-1] == ("Bo", "It\u2019s me") and us[1].lines[-1][1] in ("Two lines", "Two\u2026 lines")
+
+
+def test_rows_without_a_label_are_kept_as_unlabelled_and_cells_may_hold_lists(tmp_path):
+    (tmp_path / "e.csv").write_text("""Utterance,Speaker,Emotion,Scene_ID,Utterance_ID,Season,Episode
+No!,"['Ann O\'Hara', 'Bo']",['Mad'],1,1,1,15
+,Bo,,1,2,1,15
+Oh.,Bo,,1,3,1,15
+""")
+    us, left = read_emotions(tmp_path / "e.csv")
+    assert [(u.gold, u.speaker) for u in us] == [(("anger",), "Ann O'Hara, Bo"), ((), "Bo")] and left == 0 and len(us[1].lines) == 2
+    scene = {"scene_id": "c", "utterances": [{"utterance_id": "u", "speakers": "Ann", "transcript": "Boo!", "emotion": None}]}
+    (tmp_path / "e.json").write_text(json.dumps({"episodes": [{"scenes": [scene]}]}))
+    assert [(u.gold, u.speaker) for u in read_emotions(tmp_path / "e.json")[0]] == [((), "Ann")]
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps({"text": f"line {k}", "emotion": e}) + "\n" for k, e in enumerate((None, "", "sad"))))
+    assert [(u.gold, len(u.lines)) for u in read_emotions(tmp_path / "e.jsonl")[0]] == [((), 1), ((), 1), (("sadness",), 1)]           # without an id, each by itself
+
+
+def test_dialogues_of_two_splits_do_not_mix(tmp_path):
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"dialogue": "0", "split": s, "text": f"of {s}", "emotion": "joy"}) + "\n" for s in ("train", "heldout")))
+    assert [len(u.lines) for u in read_emotions(tmp_path / "s.jsonl")[0]] == [1, 1]
 
 
 def test_emorynlp_csv_and_json_are_mapped(tmp_path):
@@ -57,7 +88,8 @@ def test_plain_jsonl_as_iemocap_is_exported(tmp_path):
 
 @pytest.mark.parametrize("name,text,word", [("a.csv", "Utterance,Speaker,Emotion\nx,y,joy\n", "Scene_ID"), ("a.csv", MELD.replace("surprise", "glee"), "a.csv:4: emotion 'glee'"), ("a.csv", "", "empty"), ("a.jsonl", "{", "a.jsonl:1"),
                                             ("a.jsonl", '{"text": 3, "emotion": "joy"}', "'text'"), ("a.jsonl", '{"text": "x", "emotion": 3}', "'emotions'"), ("a.jsonl", "[]", "object"), ("a.jsonl", '{"text": "", "emotion": "joy"}', "no utterance"),
-                                            ("a.csv", MELD + '9,"open quote,Ann,joy\n', "Emotion")])
+                                            ("a.csv", MELD + '9,"open quote,Ann,joy\n', "Emotion"), ("a.csv", MELD.replace("3,Hi!", '3,"Hi!') + "4,x,Ann,joy,p,1,1,1,1,a,b\n" * 9000, "quote"),
+                                            ("a.json", '{"episodes": [{"x": 1}]}', "EmoryNLP"), ("a.json", "[" * 99999, "a.json:1"), ("a.jsonl", '{"id": "x", "utterances": [{"text": "a", "emotions": ["joy"]}]}\n' * 2, "used before")])
 def test_bad_files_are_named_by_line(name, text, word, tmp_path, capsys):
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as e:
@@ -91,6 +123,12 @@ def test_scores_by_brute_force():
     assert got["accuracy"] == pytest.approx(np.mean([t == p for t, p in zip(truth, predicted)])) and got["macro_f1"] == pytest.approx(np.mean(list(f.values())))
     assert got["weighted_f1"] == pytest.approx(sum(f[t] for t in truth) / len(truth)) and got["unread"] == predicted.count(None)
     assert np.sum(got["confusion"]) == 300 - got["unread"] and classification([("joy",)], ["joy"])["macro_f1"] == 1
+
+
+def test_an_utterance_with_two_labels_by_hand():
+    """Gold anger and surprise: surprise is right, and counts as surprise; joy is wrong, and counts as a missed anger."""
+    got = classification([("anger", "surprise"), ("anger", "surprise")], ["surprise", "joy"])
+    assert got["accuracy"] == 0.5 and got["confusion"][LABELS.index("surprise")][LABELS.index("surprise")] == 1 == got["confusion"][LABELS.index("anger")][LABELS.index("joy")]
 
 
 def test_overlap_consistency_and_majority_by_hand():

@@ -1,5 +1,6 @@
 """Self-play emotion recognition: answers read strictly, rewards by hand, label log-probs against a full forward, nothing held out is trained on, and all stages on a tiny model."""
 import json
+import shutil
 from copy import deepcopy
 
 import numpy as np
@@ -11,6 +12,7 @@ from conftest import ROOT
 from emotions import LABELS, Utterance, read_emotions
 from selfplay import assert_clean, express, forbidden, keepable, label_logprobs, lesson, parse, rewards, understand
 from train_sft import fit
+from weights import load
 
 U = Utterance("d", "train", (("Ann", "The train left."), ("Bo", "Without us? Unbelievable.")), ("anger", "surprise"))
 F = frozenset
@@ -97,34 +99,60 @@ def few(tmp_path_factory):
 
 def test_all_stages_on_a_tiny_model(few, tiny_folder, tmp_path, monkeypatch, capsys):
     run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
-    assert selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--epochs", "1", "--express", *common, "--record", str(tmp_path / "r.jsonl")]) == 0
+    assert selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--epochs", "1", "--express", "--unlabelled", "0.5", *common, "--record", str(tmp_path / "r.jsonl")]) == 0
     kept = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [k["name"] for k in kept] == ["base", "sft"] and kept[0]["n"] == 6 and np.sum(kept[0]["confusion"]) == 6
     # the tiny model names no label; let its text be read as one, so that groups differ and lines are kept
     monkeypatch.setattr(selfplay, "parse", lambda text: F({LABELS[1 + len(text) % 2]}))
-    assert selfplay.main(["grpo", "--run", str(run), "--steps", "2", "--batch", "4", "--group_size", "4", "--eval_every", "1", "--unlabelled", "0.5", *common]) == 0
+    assert selfplay.main(["grpo", "--run", str(run), "--steps", "2", "--batch", "4", "--group_size", "4", "--eval_every", "1", *common]) == 0
     steps = [json.loads(line) for line in (run / "grpo.jsonl").read_text().splitlines()]
     assert [s["step"] for s in steps] == [1, 2] and all(0 < s["reward"] <= 1 and "dev" in s and s["canary"] < 1e-3 for s in steps)
     monkeypatch.setattr(selfplay, "keepable", lambda group, target, threshold: target == "joy")
-    assert selfplay.main(["fly", "--run", str(run), "--start", "grpo", "--rounds", "2", "--lines", "6", "--group_size", "2", *common]) == 0
+    trained, hidden = whole_lines(monkeypatch), selfplay.unlabelled(read_emotions(few)[0], 0.5, 0)
+    assert selfplay.main(["fly", "--run", str(run), "--start", "grpo", "--rounds", "2", "--lines", "7", "--group_size", "2", *common]) == 0
     rounds = [json.loads(line) for line in (run / "fly.jsonl").read_text().splitlines()]
-    assert [r["round"] for r in rounds] == [1, 2] and all(set(r["kept_by_label"]) <= {"joy"} and 0 <= r["label_entropy"] <= np.log(7) for r in rounds)
+    assert [r["round"] for r in rounds] == [1, 2] and all(set(r["kept_by_label"]) == {"joy"} and r["kept"] > 0 and 0 <= r["label_entropy"] <= np.log(7) for r in rounds)
+    assert trained == [2 * r["kept_by_label"]["joy"] for r in rounds] and 0 < len(hidden) < 3 and all(r["lines"] == 2 * len(hidden) for r in rounds)      # both roles; of unlabelled dialogues only
     assert selfplay.main(["test", str(few), "--model", str(run / "fly"), "--dtype", "fp32"]) == 0
     assert "e.jsonl: n 6" in capsys.readouterr().out
+
+
+def whole_lines(monkeypatch):
+    """The tiny model never ends a line; let it have said four words. -> how many rows each training got."""
+    real, fit_, trained = selfplay.answers, selfplay.fit, []
+
+    def answers(model, chat, prompts, copies, limit, *more):
+        out = real(model, chat, prompts, copies, limit, *more)
+        for e in out if limit == 40 else ():
+            e.replies[0], e.cuts[0] = "What a day, honestly.", False
+        return out
+    monkeypatch.setattr(selfplay, "answers", answers)
+    monkeypatch.setattr(selfplay, "fit", lambda model, chat, rows, *more: trained.append(len(rows)) or fit_(model, chat, rows, *more))
+    return trained
 
 
 def test_the_guard_takes_a_harmful_round_back(few, tiny_folder, tmp_path, monkeypatch, capsys):
     """Accuracy on gold falls after the first round: it is undone, and the rounds end."""
     run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
     selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--epochs", "1", *common])
-    falling = iter([50.0, 60.0, 40.0, 0.0])
-    monkeypatch.setattr(selfplay, "evaluate", lambda *a, **k: {"accuracy": next(falling), "label_entropy": 1.0})
     monkeypatch.setattr(selfplay, "keepable", lambda *a: True)
-    selfplay.main(["fly", "--run", str(run), "--rounds", "3", "--lines", "4", "--group_size", "2", "--guard", *common])
-    assert "taken back" in capsys.readouterr().out and len((run / "fly.jsonl").read_text().splitlines()) == 1
-    from weights import load
-    a, b = (load(str(run / stage))[0].state_dict() for stage in ("sft", "fly"))
-    assert all(torch.equal(a[k], b[k]) for k in a)
+    trained, equal = whole_lines(monkeypatch), []
+    for guard in (["--guard"], []):
+        falling = iter([50.0, 60.0, 40.0, 0.0])
+        monkeypatch.setattr(selfplay, "evaluate", lambda *a, **k: {"accuracy": next(falling), "label_entropy": 1.0})
+        selfplay.main(["fly", "--run", str(run), "--rounds", "1", "--lines", "4", "--group_size", "2", *guard, *common])
+        a, b = (load(str(run / stage))[0].state_dict() for stage in ("sft", "fly"))
+        equal.append(all(torch.equal(a[k], b[k]) for k in a))
+        shutil.rmtree(run / "fly")
+    assert equal == [True, False] and trained == [8, 8] and capsys.readouterr().out.count("taken back") == 1
+
+
+def test_what_another_file_shares_with_its_held_out_part_is_left_out(tiny_folder, tmp_path, capsys):
+    path, line = tmp_path / "e.jsonl", "What are you talking about?"
+    rows = [(s, d, t) for s in ("train", "dev", "heldout") for d in ("0", "1") for t in ([line] if s != "dev" and d == "0" else []) + [f"Something else of {s} {d}."]]
+    path.write_text("".join(json.dumps({"split": s, "dialogue": s + d, "text": t, "emotion": "joy"}) + "\n" for s, d, t in rows))
+    assert selfplay.main(["sft", "--model", tiny_folder, "--out", str(tmp_path / "emo"), "--emotions", str(path), "--epochs", "1", "--train_layers", "1", "--dtype", "fp32"]) == 0
+    assert "2 training utterances left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags,word", [(["sft", "--emotions", "none.csv"], "none.csv"), (["grpo", "--run", "runs/none-such"], "selfplay.py sft"), (["fly", "--run", "runs/none-such"], "selfplay.py sft"), (["tst"], "tst"), (["sft", "--lr", "0"], "--lr"),
