@@ -210,11 +210,11 @@ def main(argv=None):
         settings[kind].user = kind
         check_user(settings[kind], scenarios)
     device = pick_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     dtype = pick_dtype(args.dtype, device)
     for name in models:
         resolve(name)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     modes = {"off": [False], "on": [True], "both": [False, True]}[args.think]
     for name in models:                                    # every model is looked at before the first one plays
         model, tokenizer = load(name, dtype)

@@ -6,7 +6,7 @@ Left out on purpose: a timed test (timing belongs here, tests are about right an
 
     python bench.py decode      tokens/s of one batch of ragged prompts            against transformers.generate and generate_batch
     python bench.py turns       a live cache over 8 turns                          against re-reading the history each turn
-    python bench.py logprob     peak memory of log-probs at a 152 k vocabulary     against log_softmax of all logits
+    python bench.py logprob     peak memory of log-probs at a 152 k vocabulary     against log_softmax of all logits, and gather - logsumexp
     python bench.py step        one whole GRPO step, rollout and update            against TRL's GRPOTrainer, where installed
     python bench.py ppo         one PPO update, values and all                     against one GRPO update on the same dialogues
     python bench.py roofline | memory | start | scale | gpu                        see machine.py
@@ -157,8 +157,7 @@ def turns(args):
     model, theirs = both_models(args)
     rng, B = random.Random(args.seed), args.dialogues
     env = [[random_ids(rng.randint(*args.chunk), model.config.vocab, rng) for _ in range(B)] for _ in range(args.turns)]
-    state = SimpleNamespace(cache=Cache(model, B, 0), fresh=[[] for _ in range(B)])     # fresh: sampled ids not in the cache yet
-    history = [[] for _ in range(B)]
+    state, history = SimpleNamespace(), []
 
     def ours(chunks):
         chunks = [a + b for a, b in zip(state.fresh, chunks)]
@@ -175,16 +174,22 @@ def turns(args):
         return tokens
 
     generate(model, env[0], 2, set(), temperature=0), their_generate(theirs, env[0], 2)     # warm up
-    seconds, same = {ours: [], other: []}, []
+    rounds, same = {ours: [], other: []}, []
     print(f"{B} dialogues, {args.chunk[0]}..{args.chunk[1]} tokens in and {args.reply} out a turn, {args.dtype}, seconds")
     print(f"{'turn':>5} {'ours':>8} {'transformers':>13} {'ratio':>6}   same replies")
-    for turn, chunks in enumerate(env):
-        tokens = {}
-        for f in (ours, other) if turn % 2 else (other, ours):
-            tokens[f], s = timed(f, chunks)
-            seconds[f].append(s)
-        same.append(statistics.mean(a == b for a, b in zip(tokens[ours], tokens[other])))
-        print(f"{turn + 1:5d} {seconds[ours][-1]:8.2f} {seconds[other][-1]:13.2f} {seconds[other][-1] / seconds[ours][-1]:6.2f}   {same[-1]:.2f}", flush=True)
+    for repeat in tqdm(range(args.repeats), desc="rounds", leave=False):
+        state.cache, state.fresh, history[:] = Cache(model, B, 0), [[] for _ in range(B)], [[] for _ in range(B)]         # fresh: sampled ids not in the cache yet
+        for f in rounds:
+            rounds[f].append([])
+        for turn, chunks in enumerate(env):
+            tokens = {}
+            for f in (ours, other) if (turn + repeat) % 2 else (other, ours):
+                tokens[f], s = timed(f, chunks)
+                rounds[f][-1].append(s)
+            same.append(statistics.mean(a == b for a, b in zip(tokens[ours], tokens[other])))
+    seconds = {f: [statistics.median(s) for s in zip(*rounds[f])] for f in rounds}
+    for turn in range(args.turns):
+        print(f"{turn + 1:5d} {seconds[ours][turn]:8.2f} {seconds[other][turn]:13.2f} {seconds[other][turn] / seconds[ours][turn]:6.2f}   {statistics.mean(same[turn::args.turns]):.2f}", flush=True)
     total = sum(seconds[ours]), sum(seconds[other])
     print(f"{'all':>5} {total[0]:8.2f} {total[1]:13.2f} {total[1] / total[0]:6.2f}   {statistics.mean(same):.2f}")
     late = statistics.median(seconds[ours][-3:]) / statistics.median(seconds[ours][1:4])      # turns 2..4 against the last three: a live cache costs the new tokens only
@@ -218,8 +223,9 @@ def logprob_child(args):
     if args.child == "ours":
         logp, entropy = token_logprobs(small, hidden, target)
     else:
-        p = torch.nn.functional.linear(hidden, weight.to(dtype)).float().log_softmax(-1)              # (N, V), 2.5 GB each copy
-        logp = p.gather(1, target[:, None])[:, 0]
+        logits = torch.nn.functional.linear(hidden, weight.to(dtype)).float()                         # (N, V), 2.5 GB each copy
+        picked = lambda x: x.gather(1, target[:, None])[:, 0]
+        logp = picked(logits.log_softmax(-1)) if args.child == "naive" else picked(logits) - logits.logsumexp(-1)
     logp.mean().backward()
     print(json.dumps({"seconds": clock() - start, "peak": memory("VmHWM") - before, "logp": logp.mean().item(), "grad": weight.grad.norm().item()}))
 
@@ -230,7 +236,7 @@ def logprob(args):
         return logprob_child(args)
     need = 3.2 * args.tokens * args.vocab * 4 / 1e9
     free = torch.cuda.mem_get_info()[0] / 1e9 if torch.cuda.is_available() else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    sides = ["ours"] + (["naive"] if free > need else [])
+    sides = ["ours"] + (["naive", "lse"] if free > need else [])
     runs = {s: [] for s in sides}
     for _ in tqdm(range(args.repeats), desc="logprob", leave=False):
         for side in sides:
@@ -247,7 +253,8 @@ def logprob(args):
     result = {"peak_extra_gb": round(middle["ours"]["peak"], 3), "seconds": round(middle["ours"]["seconds"], 2)}
     if "naive" in middle:
         result |= {"naive_peak_extra_gb": round(middle["naive"]["peak"], 3), "naive_seconds": round(middle["naive"]["seconds"], 2),
-                   "ratio_seconds": round(middle["naive"]["seconds"] / middle["ours"]["seconds"], 2)}
+                   "ratio_seconds": round(middle["naive"]["seconds"] / middle["ours"]["seconds"], 2),
+                   "lse_peak_extra_gb": round(middle["lse"]["peak"], 3), "lse_seconds": round(middle["lse"]["seconds"], 2)}
     else:
         print(f"naive: skipped, it needs {need:.1f} GB and {free:.1f} are free")
     finish(args, **result)
@@ -280,7 +287,7 @@ def make_prompts(tokenizer, n, length, rng):
 
 
 def step(args):
-    """Seconds of one whole GRPO step; TRL's trainer and ours take turns in one process."""
+    """Seconds of one whole GRPO step; TRL's trainer and ours take turns in one process. Then the peak memory of two steps of each, alone in a process."""
     try:
         import trl
         from datasets import Dataset
@@ -289,7 +296,9 @@ def step(args):
         print("TRL is not installed (pip install trl==1.16): ours only")
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model, DTYPES[args.dtype], pick_device())
-    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True), torch.Generator().manual_seed(args.seed)
+    if args.child == "trl":
+        model = None                                       # alone: only TRL's own copy is there
+    optimizer, generator = model and torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True), torch.Generator().manual_seed(args.seed)
     texts = make_prompts(tokenizer, args.prompts * (args.repeats + 1), args.prompt_tokens, random.Random(args.seed))
     prompts = [tokenizer(t)["input_ids"] for t in texts]
     ours, theirs, bar = [], [], tqdm(total=args.repeats + 1, desc="steps", leave=False)
@@ -299,7 +308,7 @@ def step(args):
         ours.append(our_step(model, optimizer, prompts[at:at + args.prompts], args, generator))
         bar.update(1)
 
-    if trl is None:
+    if trl is None or args.child == "ours":
         for _ in range(args.repeats + 1):
             one_step()
     else:
@@ -309,7 +318,8 @@ def step(args):
 
             def on_step_end(self, *_, **__):
                 theirs.append(clock() - self.start)
-                one_step()
+                if not args.child:
+                    one_step()
                 self.start = clock()
 
         rows = args.prompts * args.copies
@@ -325,6 +335,8 @@ def step(args):
                             reward_funcs=lambda completion_ids, **_: [len(set(c)) / len(c) for c in completion_ids], processing_class=tokenizer,
                             train_dataset=Dataset.from_list([{"prompt": t} for t in texts]), callbacks=[TakeTurns()]).train()
     bar.close()
+    if args.child:
+        return print(json.dumps({"peak": memory("VmHWM")}))
     rollout, update = (statistics.median(x[i] for x in ours[1:]) for i in (0, 1))      # the first step warms up
     total = statistics.median(map(sum, ours[1:]))
     print(f"one GRPO step: {args.prompts} prompts of {args.prompt_tokens} tokens x {args.copies} completions of {args.completion}, all layers, {args.dtype}, seconds")
@@ -334,6 +346,15 @@ def step(args):
         other = statistics.median(theirs[1:])
         print(f"TRL   {other:8.2f}   ratio {total / other:.2f}")
         result |= {"trl_seconds": round(other, 2), "ratio": round(total / other, 2), "trl": trl.__version__}
+    peaks = {}
+    for side in ["ours"] + ["trl"] * (trl is not None):
+        flags = [f"--{k}={getattr(args, k)}" for k in ("model", "dtype", "threads", "seed", "prompts", "copies", "prompt_tokens", "completion", "temperature", "micro_ours", "micro_trl")]
+        run = subprocess.run([sys.executable, __file__, "step", "--child", side, "--repeats", "1", *flags], capture_output=True, text=True)
+        if run.returncode:
+            die(f"the {side} side alone failed: {(run.stderr.strip().splitlines() or ['killed'])[-1]}")
+        peaks[side] = round(json.loads(run.stdout.splitlines()[-1])["peak"], 2)
+    print("peak memory, GB: " + ", ".join(f"{side} {x}" for side, x in peaks.items()))
+    result |= {"peak_gb": peaks, **({"ratio_peak": round(peaks["ours"] / peaks["trl"], 2)} if "trl" in peaks else {})}
     finish(args, **result)
 
 
@@ -401,7 +422,7 @@ def main():
     m.add_argument("--tokens", type=int, default=4096, help="policy tokens")
     m.add_argument("--vocab", type=int, default=151936, help="ids (Qwen2.5's)")
     m.add_argument("--width", type=int, default=896, help="hidden width (Qwen2.5-0.5B's)")
-    m.add_argument("--child", choices=["ours", "naive"], help=argparse.SUPPRESS)
+    m.add_argument("--child", choices=["ours", "naive", "lse"], help=argparse.SUPPRESS)
     m = modes.add_parser("step", parents=[common], formatter_class=show, help="one GRPO step")
     m.add_argument("--prompts", type=int, default=8, help="groups")
     m.add_argument("--copies", type=int, default=8, help="completions a group")
@@ -410,6 +431,7 @@ def main():
     m.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, also in the loss")
     m.add_argument("--micro_ours", type=int, default=8, help="rows a micro-batch, ours")
     m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
+    m.add_argument("--child", choices=["ours", "trl"], help=argparse.SUPPRESS)
     m = modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
     m.add_argument("--copies", type=positive(int), default=8, help="dialogues of each of 8 scenarios")
     m = modes.add_parser("roofline", parents=[common], formatter_class=show, help="a decode step against this machine's speeds")

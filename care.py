@@ -13,17 +13,17 @@ Published is the outline (CARE, abstract); all mechanics, constants, prompts and
 import json
 import sys
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from appraisal import DATA, INTENTS
+from appraisal import DATA, INTENTS, STOP, words
 from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, generator_folder, make_backend
 from rollout import Chat, Row, answers
-from rubric import DIMENSIONS, FIXED, Generated, LanguageRater, Moment, ScriptedRater, filled, prior, prompt, read, rubric_scores
+from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
@@ -33,7 +33,6 @@ from train_sft import fit, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
 Pair = namedtuple("Pair", "id split moment chosen rejected fault")
-STAGES_OF = ("base", "sft", "preferred")                   # of the generator's life, as analyse shows them, beside the two that need no model
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -116,11 +115,36 @@ def margins(rater, pairs, rubrics, rng=None):
     return [None if None in (a, b) else (b - a if s else a - b) for a, b, s in zip(R[::2], R[1::2], swap)]
 
 
-def measure(stage, pairs, rubrics, rater):
-    """Rows of rubrics.jsonl: what each pair's rubric says, FIXED where it is none, and whether it prefers the chosen reply."""
-    found = [m or 0.0 for m in margins(rater, pairs, [r or FIXED for r in rubrics])]      # could not be marked: no preference
+def measure(stage, pairs, rubrics, rater, found=None):
+    """Rows of rubrics.jsonl: what each pair's rubric says, FIXED where it is none, and whether it prefers the chosen reply. found: margins, where they come from elsewhere."""
+    found = found or [m or 0.0 for m in margins(rater, pairs, [r or FIXED for r in rubrics])]      # could not be marked: no preference
     return [{"stage": stage, "id": p.id, "dialogue": p.id.rsplit("-", 1)[0], "turn": len(p.moment.said), "emotion": p.moment.emotion, "band": p.moment.band, "intent": p.moment.intent, "fault": p.fault,
              "valid": r is not None, "weights": list((r or FIXED).weights), "entropy": entropy_of(r), "rubric": str(r or FIXED), "margin": m, "right": (m > 0) + 0.5 * (m == 0)} for p, r, m in zip(pairs, rubrics, found)]
+
+
+def constant(train, rater, tries=2000, seed=0):
+    """The rubric that, always alike, is right about most training pairs, of `tries` drawn at random: what adapting to the moment has to beat."""
+    names, rng = [[a for a in ASPECTS if ASPECTS[a]["dimension"] == d] for d in DIMENSIONS], np.random.default_rng(seed)
+    asked = [Question(a, ASPECTS[a]["text"].format("what was said"), 0, 2) for row in names for a in row] + [CARE_SAFE]
+    marked = rater.rate([(p.moment, reply, asked) for p in train for reply in (p.chosen, p.rejected)])
+    s = np.array([a or [0.0] * len(asked) for a in marked])                                           # (2 pairs, aspects + 1)
+    at, best = {q.aspect: i for i, q in enumerate(asked)}, (-1.0, None)
+    for _ in range(tries):
+        weights, chosen = shares(rng.dirichlet(np.ones(3))), [rng.permutation(row)[:rng.integers(1, 4)].tolist() for row in names]
+        R = sum(w * s[:, [at[a] for a in row]].mean(1) for w, row in zip(weights, chosen)) * (s[:, -1] >= 0.5)
+        right = float(np.mean((R[::2] > R[1::2]) + 0.5 * (R[::2] == R[1::2])))
+        if right > best[0]:
+            best = right, Rubric(weights, tuple(tuple((a, asked[at[a]].text) for a in row) for row in chosen))
+    return best[1]
+
+
+def rote(train, pairs):
+    """Margins of two readers that know no rubric: how many of a reply's content words the last line has, and naive Bayes on the replies' words alone, the moment unseen."""
+    content = lambda text: [w for w in words(text) if w not in STOP]
+    shared = lambda p, reply: np.mean([w in set(words(p.moment.said[-1])) for w in content(reply)] or [0.0])
+    counts = [Counter(w for p in train for w in set(words(getattr(p, side)))) for side in ("chosen", "rejected")]
+    worth = lambda reply: sum(np.log((counts[0][w] + 1) / (counts[1][w] + 1)) for w in set(words(reply)))
+    return {"overlap": [float(shared(p, p.chosen) - shared(p, p.rejected)) for p in pairs], "words alone": [float(worth(p.chosen) - worth(p.rejected)) for p in pairs]}
 
 
 def table(rows):
@@ -157,7 +181,10 @@ def sft(args, rater, device, dtype):
     model, tokenizer = load(args.model, dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
     print(f"{args.model} on {device}, compute {dtype}; {len(moments)} moments to imitate, {len(heldout)} held-out pairs")
-    rows = measure("fixed", heldout, [FIXED] * len(heldout), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater) + measure("base", heldout, written(model, chat, heldout), rater)
+    learned, best = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
+    rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, best(None), rater, found)]
+    rows += measure("fixed", heldout, best(FIXED), rater) + measure("constant", heldout, best(constant(learned, rater)), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater)
+    rows += measure("base", heldout, written(model, chat, heldout), rater)
     model.train_only_upper(args.train_layers)
     if args.lora:
         model.add_lora(args.lora, args.seed)
@@ -263,7 +290,7 @@ def analyse(args):
             panels.append((f"{stage}, by {'turn' if what == 'turn' else 'mood'}", {k: strict_share(v) for k, v in of.items() if v}))
     print(f"\n{'':12} accuracy by what the rejected reply did wrong, %")
     faults = sorted({r["fault"] for r in rows if r["fault"]})
-    for stage in ("fixed", "care-prior", "sft", "preferred"):
+    for stage in ("overlap", "words alone", "fixed", "constant", "care-prior", "sft", "preferred"):
         by = {f: [r["right"] for r in rows if r["stage"] == stage and r["fault"] == f] for f in faults}
         if any(by.values()):
             print(f"{stage:12} " + ", ".join(f"{f} {half_up(100 * np.mean(x), 0)} (n {len(x)})" for f, x in by.items() if x))

@@ -255,10 +255,10 @@ def run(args):
     elif args.perturb or args.judge != "scripted":
         die("--judge and --perturb: of --bench empa; the final emotion (--bench sage) needs no judge")
     device = pick_device(args.device)
-    dtype = pick_dtype(args.dtype, device)
-    resolve(args.model)                                    # last: it may have to be downloaded
     if args.threads:
         torch.set_num_threads(args.threads)
+    dtype = pick_dtype(args.dtype, device)
+    resolve(args.model)                                    # last: it may have to be downloaded
     seeds, names = range(args.seed, args.seed + args.seeds), [args.user] + [args.user2] * bool(args.user2)
     n = len(scenarios) * args.repeats
     what = ("model", "split", "user_kind", "appraise", "max_change", "user_temperature", "user_tokens", "dynamics", "states", "max_turns", "max_new_tokens", "template", "max_tokens", "temperature", "batch", "repeats")

@@ -6,7 +6,6 @@ multiplies fast, a sum with the adapters. While sampling each is made once and k
 optimizer step counts, for every trained weight). Left out on purpose: autocast (which casts again in every call) and quantised weights.
 """
 import time
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,18 +61,18 @@ def product(module, x):
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-@lru_cache(None)
 def bf16_is_faster():
-    """Whether this CPU multiplies faster in bf16 than in fp32, over a decode step (32 rows) and a training product (1024 rows): the best of 5 tries in turn, about .2 s, once a process."""
-    layer, best = Linear(1536, 1536, bias=False).requires_grad_(False), {}
+    """Whether this CPU multiplies faster in bf16 than in fp32, over a decode step (32 rows, laid out for it) and a training product (1024 rows, weights cast on the way): the best of 5 tries in turn, about .2 s."""
+    if torch.bfloat16 not in PACKS:
+        return False
+    layer, best = Linear(1536, 1536, bias=False), {}
     for dtype, rows in [(dtype, rows) for _ in range(5) for dtype in PACKS for rows in (32, 1024)]:
         x = torch.ones(rows, 1536, dtype=dtype)
+        layer.requires_grad_(rows == 1024)
         layer(x)                                           # the layout is made
         start = time.perf_counter()
         layer(x)
         best[dtype, rows] = min(best.get((dtype, rows), float("inf")), time.perf_counter() - start)
-    if torch.bfloat16 not in PACKS:
-        return False
     gain = (best[torch.float32, 32] * best[torch.float32, 1024] / best[torch.bfloat16, 32] / best[torch.bfloat16, 1024]) ** 0.5
     print(f"compute dtype: {'bf16' if gain > 1.1 else 'fp32'}, since a product in bf16 takes {1 / gain:.2f} of fp32's time here", flush=True)
     return gain > 1.1

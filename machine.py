@@ -208,7 +208,7 @@ def gpu(args):
     begin, left = time.time(), lambda: args.minutes * 60 - (time.time() - begin)
     device, sizes = torch.cuda.get_device_name(), [s for s in ("0.5b", "1.5b") if torch.cuda.get_device_properties(0).total_memory > {"0.5b": 12e9, "1.5b": 36e9}[s]]
     print(f"{device}, torch {torch.__version__}, {args.minutes} minutes")
-    how = lambda **more: SimpleNamespace(**{**vars(args), "mode": "gpu", **more})
+    how, wrong = lambda **more: SimpleNamespace(**{**vars(args), "mode": "gpu", **more}), []
     for size in sizes:
         each = how(model=f"random:{size}", dtype="fp32")
         model = random_model(each)[0].requires_grad_(False)
@@ -234,6 +234,7 @@ def gpu(args):
             same, gap = statistics.mean(x == y for x, y in zip(a, e)), max((abs(x - y) for r, q in zip(la, le) if len(r) == len(q) for x, y in zip(r, q)), default=0.0)
             print(f"{size} {dtype} B={B:<4d} temperature {temperature}: recorded {sum(map(len, a)) / with_graph:8.0f} tokens/s, stepwise {sum(map(len, e)) / without:8.0f}; rows with the same tokens {same:.2f}, log-probs within {gap:.4f}{'' if still_on else '; RECORDING FAILED'}", flush=True)
             finish(how(part="graphs", model=each.model, dtype=dtype, batch=B, temperature=temperature), recorded=round(sum(map(len, a)) / with_graph), stepwise=round(sum(map(len, e)) / without), ratio=round(without / with_graph, 2), agreement=same, recording=still_on)
+            wrong += [f"{size} {dtype} B={B}"] * (not still_on or dtype == "fp32" and same < 1)
         network.GRAPHS["device"] = "cuda"
         del model
         torch.cuda.empty_cache()
@@ -264,3 +265,5 @@ def gpu(args):
     else:
         bench.logprob(how(part="logprob", tokens=4096, vocab=151936, width=896, dtype="bf16", repeats=2, child=None))
     print(f"{(time.time() - begin) / 60:.1f} minutes")
+    if wrong:
+        die(f"recorded and stepwise decoding differ, or recording failed: {', '.join(wrong)}")

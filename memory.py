@@ -54,8 +54,9 @@ def peak(p):
 
 
 def available(device):
-    """Bytes that can still be had: of the GPU, or of this machine's memory (and of the limit that a container sets)."""
+    """Bytes that can still be had: of the GPU, or this process's share of the machine's memory (and of the limit that a container sets)."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()                           # what a cold start in this process left behind is free
         return torch.cuda.mem_get_info(device)[0]
     free = []
     if os.path.exists("/proc/meminfo"):
@@ -63,7 +64,7 @@ def available(device):
     if os.path.exists("/sys/fs/cgroup/memory.max") and (most := Path("/sys/fs/cgroup/memory.max").read_text().strip()) != "max":
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         free.append(int(most) - int(Path("/sys/fs/cgroup/memory.current").read_text()) + int(stat["inactive_file"]))       # files that were read make room
-    return min(free) if free else None
+    return min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if free else None
 
 
 def check(folder, dtype, device, **shape):

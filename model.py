@@ -326,7 +326,7 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     B, device, longest = len(budgets), cache.n.device, max(budgets)
     start = int(cache.n.max())
     assert start + longest <= model.config.max_positions, f"{start + longest} tokens, but the model knows {model.config.max_positions} positions"
-    record = device.type == GRAPHS["device"]
+    record = device.type == GRAPHS["device"] and not hasattr(model, "unshard")         # parted layers (--fsdp) put work on streams that a recording can't follow
     cache.reserve(start + longest + 1)
     budget = torch.tensor(budgets, device=device)
     stops = torch.tensor(sorted(stop_ids), device=device)
@@ -423,7 +423,7 @@ def recorded(step):
     except RuntimeError as e:
         torch.cuda.set_stream(before)                      # a capture that breaks off may leave us on its own
         GRAPHS["device"] = None
-        print(f"CUDA graphs are off, decoding goes on without: {str(e).splitlines()[0]}", flush=True)
+        print(f"CUDA graphs are off, decoding goes on without: {str(e.__context__ or e).splitlines()[0]}", flush=True)      # the context: what broke the capture, before ending it failed, too
         return None
 
 

@@ -1,7 +1,7 @@
 """
 Several processes that train one policy: what each must hear from the others, and nothing more.
 
-    torchrun --nproc_per_node=2 train_grpo.py ...        one process per GPU (or, on CPUs, per so many cores); --nnodes=M --rdzv_endpoint=HOST:PORT over M machines
+    torchrun --nproc_per_node=2 --shutdown_timeout=3600 -- train_grpo.py ...        one process per GPU (or, on CPUs, per so many cores); --nnodes=M --rdzv_endpoint=HOST:PORT over M machines
 
 Each rank holds the whole policy and plays its share of the groups; gradients are averaged before every optimiser step, so that all ranks take the same one;
 the outer loop hears every rank's outcomes; rank 0 alone writes and prints. With one process every function here is the identity. With --fsdp each rank holds its part of weights, gradients and Adam's moments only (last section); for models that
@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from linear import KEPT
 from model import token_logprobs
+from rundir import die
 
 RANK, WORLD, LOCAL = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 
@@ -27,7 +28,11 @@ def begin(device):
     """Meets the other processes that torchrun started. -> this process's own device."""
     if WORLD == 1:
         return device
+    if device.type == "mps":
+        die("several processes need CUDA devices or CPUs; add --device cpu")
     if device.type == "cuda":
+        if LOCAL >= torch.cuda.device_count():
+            die(f"--nproc_per_node: process {LOCAL} has no GPU of its own, there are {torch.cuda.device_count()}")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))      # a rank may wait while another's users think
@@ -70,6 +75,12 @@ def everyone(rows):
     lists = [None] * WORLD
     dist.all_gather_object(lists, rows)
     return [row for part in lists for row in part]
+
+
+def mean_of(record):
+    """Every number of a flat dict as its mean over the ranks."""
+    records = everyone([record])
+    return {k: sum(r[k] for r in records) / len(records) for k in record}
 
 
 def total(x):
@@ -152,8 +163,8 @@ def even(batches, model, reference=None, learns=True):
         if reference is not None:
             with torch.no_grad():
                 reference(nothing)
-        if learns:                                         # through the head too: each rank's gradients must be of the same parameters
-            (token_logprobs(model, hidden[0], nothing[0])[0].sum() * 0.0).backward()
+        if learns:                                         # through the head too, where there is one: each rank's gradients must be of the same parameters
+            ((token_logprobs(model, hidden[0], nothing[0])[0] if hasattr(model, "head") else hidden).sum() * 0.0).backward()
 
 
 def clip(parameters, limit):

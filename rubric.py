@@ -443,8 +443,9 @@ class Rewards:
 
     def report(self):
         """For metrics.jsonl: what the last batch's rubrics weighed on average, and how many could not be read, of the generator and of the judge, in all."""
-        (asked, unreadable), (rubrics, invalid) = np.sum([(j.asked, j.unreadable) for j in self.judges], 0).tolist(), self.counts()["generated"] or (0, 0)
-        return {**self.seen, **({"rubrics": rubrics, "rubrics_invalid": invalid} if self.generated else {}), **({"judged": asked, "judged_unreadable": unreadable} if asked else {})}
+        mine, seen = self.counts(), self.everyone([self.seen])
+        (asked, unreadable), (rubrics, invalid) = (np.sum(self.everyone(x), 0).tolist() for x in (mine["judges"], [mine["generated"] or [0, 0]]))
+        return {**{k: float(np.mean([s[k] for s in seen if k in s])) for k in seen[0]}, **({"rubrics": rubrics, "rubrics_invalid": invalid} if self.generated else {}), **({"judged": asked, "judged_unreadable": unreadable} if asked else {})}
 
     def counts(self, back=None):
         """How often who was asked; with `back`, an earlier answer, set to that."""

@@ -214,11 +214,14 @@ def write_atomically(path, content):
     os.replace(temporary, path)
 
 
+def cpu_name():
+    return next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") if os.path.exists("/proc/cpuinfo") else platform.machine()
+
+
 def record_result(path, result):
     """Append one measured result to a .jsonl file together with what made it: command, commit, machine, versions, date (UTC)."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "") if os.path.exists("/proc/cpuinfo") else platform.machine()
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     made = {"command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit or None, "machine": machine,
             "torch": torch.__version__, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
     Path(path).parent.mkdir(parents=True, exist_ok=True)

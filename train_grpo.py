@@ -227,11 +227,11 @@ def main(argv=None):
         for name, value in PRESETS[args.preset].items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     dtype = pick_dtype(args.dtype, device)
     args.dtype = ranks.everyone([next(name for name, d in DTYPES.items() if d == dtype)])[0]         # one for all, and a run that is resumed computes as it did
     dtype = DTYPES[args.dtype]
-    if args.threads:
-        torch.set_num_threads(args.threads)
     train, dev, heldout = (load_scenarios(args.scenarios, split) for split in ("train", "dev", "heldout"))
     check_user(args, train + dev + heldout, training=True)
     memories, perceived = check_rewards(args, train + dev + heldout), check_template(args, train + dev + heldout)
@@ -261,7 +261,7 @@ def main(argv=None):
                  frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer, shards=ranks.WORLD if args.fsdp else 1)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
-    state = run.load(device) if args.resume else None
+    state = run.load() if args.resume else None
     model, tokenizer = load(str(init), dtype, device)
     ranks.same(model)
     if args.train_layers > len(model.model.layers):
@@ -323,12 +323,13 @@ def main(argv=None):
         Where the user can't go on, saves first, then ends the program."""
         nonlocal best
         with ranks.gathered(model):
-            played = within_budget(lambda: evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk), record["step"], record)
+            played = within_budget(lambda: evaluate.play(model, chat, users, dev, seed=args.seed, states=args.curriculum != "no-states", **talk) if ranks.RANK == 0 else [], record["step"], record)
+        played = ranks.everyone(played)                    # one rank's: served users may answer each otherwise, and are asked once
         found = evaluate.summary(played)
         if found["n"] == 0:
             checkpoint(record["step"], record)
             die(f"every simulated user failed on the dev split{users.trouble()}; mend the user, then go on with --resume {run.path}")
-        record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in users.report().items()})
+        record.update(dev_emotion=found["emotion"], dev_distinct_2=found["distinct_2"], **{f"dev_{k}": v for k, v in ranks.everyone([users.report()])[0].items()})
         if run.writes:
             training_page(run.path, record, [evaluate.row(e, 0) for e in played if e.finish != "user_failed"])
         if found["outcome"] > best:
@@ -385,7 +386,7 @@ def main(argv=None):
             stds = [np.std([r.total for r in rewards[g:g + args.group_size] if r is not None] or [0.0]) for g in range(0, len(rewards), args.group_size)]
             record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), "group_std": float(np.mean(stds)),
                       "spread_groups": float(np.mean(np.array(stds) > 0.03)), "flat_groups": flat, **metrics,
-                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **users.report(), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
+                      **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **ranks.mean_of(users.report()), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join("\n".join([transcript(e), *(f"  {name:9} {r}" for name, r in zip(streams, worth)), f"  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}"]) for e, *worth in list(zip(episodes, *streams.values()))[::args.group_size]))
             if found["malformed"] == 100:
                 print(f"warning: no reply had the form of --template {args.template}, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)

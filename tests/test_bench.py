@@ -53,9 +53,10 @@ def test_both_sides_say_the_same_tokens(small, monkeypatch, capsys):
 
 
 def test_the_roofline_names_its_bound(small, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "speeds", lambda *_: (1e9, 1e12))
-    found = line(monkeypatch, capsys, "roofline", *small, "--batch", "1", "2", "--context", "8", "--new", "4")
-    assert [r["bound"] for r in found["rows"]] == ["memory"] * 2 and all(0 < r["share"] for r in found["rows"]) and found["copy_gb_s"] == 1
+    for speeds, bound in (((1e9, 1e12), "memory"), ((1e12, 1e9), "compute")):
+        monkeypatch.setattr(machine, "speeds", lambda *_: speeds)
+        found = line(monkeypatch, capsys, "roofline", *small, "--batch", "1", "2", "--context", "8", "--new", "4")
+        assert [r["bound"] for r in found["rows"]] == [bound] * 2 and all(0 < r["share"] for r in found["rows"]) and found["copy_gb_s"] == speeds[0] / 1e9
 
 
 def test_what_needs_a_gpu_says_so_and_unknown_shapes_are_named(small, monkeypatch, capsys):

@@ -1,4 +1,5 @@
 """The network, the cache, sampling and log-probs against transformers, closed forms and brute force."""
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -126,6 +127,34 @@ def test_a_recording_that_fails_is_done_without(tiny, monkeypatch, capsys):
     monkeypatch.setattr(model_module, "recorded", recorded)
     monkeypatch.setitem(model_module.GRAPHS, "device", "cpu")
     assert run() == want == run()
+
+
+def test_a_broken_capture_names_its_cause_and_leaves_the_step_done_once(monkeypatch, capsys):
+    """recorded() itself, on a CUDA of straw: the step ran once for real, the cause is printed and not the error that ends the capture, the caller's stream is back, recording is off."""
+    class Straw:
+        def wait_stream(self, other):
+            pass
+
+    class Capture:
+        def __init__(self, graph, stream, capture_error_mode):
+            pass
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+    mine, on, ran = Straw(), [], []
+    for name, fake in dict(Stream=Straw, current_stream=lambda: mine, stream=lambda s: contextlib.nullcontext(), CUDAGraph=object, graph=Capture, set_stream=on.append).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(model_module, "GRAPHS", {"device": "cuda", "stream": None})
+
+    def step():
+        if ran:
+            raise RuntimeError("this kernel synchronises")
+        ran.append(1)
+    assert model_module.recorded(step) is None and ran == [1] and on == [mine] and model_module.GRAPHS["device"] is None
+    assert "this kernel synchronises" in capsys.readouterr().out
 
 
 def test_sharing_the_prompt_changes_nothing(tiny):
@@ -296,7 +325,7 @@ def test_unknown_models_and_fp16_are_one_line_errors(tmp_path, capsys):
         pick_dtype("fp16", torch.device("cpu"))
 
 
-def test_auto_takes_the_dtype_that_was_measured_faster(monkeypatch, capsys):
+def test_auto_takes_the_dtype_that_was_measured_faster(monkeypatch, tmp_path, capsys):
     import linear
     clock, cpu = [0.0], torch.device("cpu")
     for slow, wanted in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
@@ -305,9 +334,9 @@ def test_auto_takes_the_dtype_that_was_measured_faster(monkeypatch, capsys):
         monkeypatch.setattr(linear.Linear, "forward", forward)
         monkeypatch.setattr(linear, "PACKS", [torch.float32, torch.bfloat16])
         monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
-        linear.bf16_is_faster.cache_clear()
+        monkeypatch.setenv("NANOEMPATHY_CACHE", str(tmp_path / str(slow)))
         assert pick_dtype("auto", cpu) == wanted == pick_dtype("auto", cpu) and capsys.readouterr().out.count("compute dtype") == 1
     monkeypatch.setattr(linear, "PACKS", [torch.float32])
-    linear.bf16_is_faster.cache_clear()
+    assert pick_dtype("auto", cpu) == torch.bfloat16       # kept: the same machine computes as it did
+    monkeypatch.setenv("NANOEMPATHY_CACHE", str(tmp_path / "new"))
     assert pick_dtype("auto", cpu) == torch.float32 and pick_dtype("bf16", cpu) == torch.bfloat16
-    linear.bf16_is_faster.cache_clear()
