@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
+import transformers
 
-from conftest import ROOT
+from conftest import ROOT, ours
 from test_train_grpo import TINY, metrics
-from weights import load
+from weights import load, save
 
 CHILD = '''
 import sys
@@ -80,7 +81,12 @@ def torchrun(n, command, **more):
 @pytest.mark.parametrize("how", ["whole", "empty", "parted"])
 def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_path, monkeypatch):
     """GRPO, PPO with a shared critic, PPO with its own; two passes of two mini-batches, a failed user on one side, unequal numbers of micro-batches, a reference, clipped gradients: metrics
-    and all weights within 1e-5. empty: one rank has nothing to learn from; parted: --fsdp."""
+    and all weights within 1e-5. empty: one rank has nothing to learn from; parted: --fsdp, on a network whose head is not its embedding (a critic of its own has none then)."""
+    if how == "parted":
+        model, tokenizer = load(tiny_folder)
+        untied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**model.hf_config, "tie_word_embeddings": False}))
+        tiny_folder = str(tmp_path / "untied")
+        save(ours(untied), tokenizer, tiny_folder)
     (tmp_path / "child.py").write_text(CHILD)
     done = torchrun(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", how])
     assert done.returncode == 0, done.stderr[:3000]
