@@ -132,33 +132,40 @@ def memory_mode(args):
         return memory_child(args)
     flags = ["--model", args.model, "--dtype", args.dtype, "--threads", str(args.threads), "--train_layers", str(args.train_layers), "--rows", str(args.rows), "--tokens", str(args.tokens), "--micro", str(args.micro), *["--checkpoint_layers"] * args.checkpoint_layers]
     bare = subprocess.run([sys.executable, "-c", "import machine; from bench import memory; print(memory('VmHWM'))"], capture_output=True, text=True, cwd=ROOT)
-    run = subprocess.run([sys.executable, str(ROOT / "bench.py"), "memory", "--child", *flags], capture_output=True, text=True)
-    if run.returncode or bare.returncode:
-        die(f"the measured process failed: {(run.stderr or bare.stderr).strip().splitlines()[-1:]}")
-    program, measured = float(bare.stdout), json.loads(run.stdout.splitlines()[-1])["peak"]
+    peaks = []
+    for more in ({}, {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}):        # as it runs; and with every tensor returned to the system at once, which shows what is alive (slower)
+        run = subprocess.run([sys.executable, str(ROOT / "bench.py"), "memory", "--child", *flags], capture_output=True, text=True, env={**os.environ, **more})
+        if run.returncode or bare.returncode:
+            die(f"the measured process failed: {(run.stderr or bare.stderr).strip().splitlines()[-1:]}")
+        peaks.append(json.loads(run.stdout.splitlines()[-1])["peak"])
+    program, (held, measured) = float(bare.stdout), peaks
     p = plans.plan(read_config(config_of(resolve(args.model))), DTYPES[args.dtype], pick_device(), layers=args.train_layers, lora=0, dialogues=0, max_tokens=0, micro_tokens=args.micro, checkpointed=args.checkpoint_layers)
     p["always"]["copies to sample with"] = frozen_copies(args)         # nothing was sampled
     planned = plans.peak(p) / 1e9
-    print(f"{args.model}, {args.dtype}, upper {args.train_layers} layers, micro-batches of {args.micro} tokens: {measured:.2f} GB at the peak, {program:.2f} of them the program itself; the plan says {planned:.2f}, "
-          f"{(measured - program) / planned - 1:+.0%} measured over it")
-    finish(args, peak_gb=round(measured, 2), program_gb=round(program, 2), plan_gb=round(planned, 2), over=round((measured - program) / planned - 1, 3))
+    print(f"{args.model}, {args.dtype}, upper {args.train_layers} layers, micro-batches of {args.micro} tokens: {measured:.2f} GB alive at the peak, {program:.2f} of them the program itself; the plan says {planned:.2f}, "
+          f"{(measured - program) / planned - 1:+.0%} measured over it; with what the allocator keeps {held:.2f} GB")
+    finish(args, peak_gb=round(measured, 2), held_gb=round(held, 2), program_gb=round(program, 2), plan_gb=round(planned, 2), over=round((measured - program) / planned - 1, 3))
 
 
 # ---------------------------------------------------------------------------------------------- start
 def start(args):
-    """Seconds from nothing: a Python that imports what a training script imports, and a whole first step of train_grpo.py on tiny settings, dev split before RL included."""
+    """Seconds from nothing: a Python that imports what a training script imports; and train_grpo.py on tiny settings until its first update is done, dev split before RL and best/ included."""
     imports, steps = [], []
     for _ in tqdm(range(args.repeats), desc="cold starts", leave=False):
         imports.append(timed(lambda: subprocess.run([sys.executable, "-c", "import train_grpo"], cwd=ROOT, check=True))[1])
         with tempfile.TemporaryDirectory() as folder:
             begin = time.time()
-            run = subprocess.run([sys.executable, str(ROOT / "train_grpo.py"), "--model", args.model, "--cold_start", "none", "--steps", "1", "--groups", "4", "--group_size", "2", "--minibatches", "1", "--max_turns", "1",
-                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--dtype", args.dtype, "--run", f"{folder}/run"], cwd=ROOT, capture_output=True, text=True)
-            if run.returncode:
-                die(f"train_grpo.py failed: {run.stderr.strip().splitlines()[-1:]}")
-            steps.append(time.time() - begin)
+            run = subprocess.Popen([sys.executable, "-u", str(ROOT / "train_grpo.py"), "--model", args.model, "--cold_start", "none", "--steps", "1", "--groups", "4", "--group_size", "2", "--minibatches", "1", "--max_turns", "1",
+                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--dtype", args.dtype, "--run", f"{folder}/run"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            printed = []
+            for line in run.stdout:
+                printed.append(line.strip())
+                if line.startswith("step   1"):
+                    steps.append(time.time() - begin)
+            if run.wait():
+                die(f"train_grpo.py failed: {printed[-1:]}")
     imported, first = statistics.median(imports), statistics.median(steps)
-    print(f"{args.model}: imports {imported:.1f} s; a whole run of one step, 8 dialogues of one turn, {first:.1f} s")
+    print(f"{args.model}: imports {imported:.1f} s; {first:.1f} s to the first update, on 8 dialogues of one turn")
     finish(args, import_seconds=round(imported, 2), seconds=round(first, 2))
 
 

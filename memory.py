@@ -3,7 +3,7 @@ What a training run will hold in memory, from shapes alone, before any weights a
 
 Two moments count: sampling (weights, their fast copies, the cache of all live dialogues, logits of one token each) and the update (weights, gradients, and what the backward
 pass needs of one micro-batch). Adam's two moments are there in both. Formulas are of our own network (model.py): a test counts what autograd really keeps.
-Two ways to hold less live here as well: micro-batches that fit, and Adam on the host. Left out on purpose: the allocator's slack (add 10-15 %), tokenizer and users.
+Two ways to hold less live here as well: micro-batches that fit, and Adam on the host. Left out on purpose: tokenizer, users, and the allocator's slack (bench.py memory: glibc kept a third more than was alive at any time).
 """
 import os
 from pathlib import Path
@@ -81,6 +81,8 @@ def check(folder, dtype, device, **shape):
     p = plan(c, dtype, device, **shape)
     text = lambda part: ", ".join(f"{name} {x / gb:.1f}" for name, x in part.items() if x / gb >= 0.05)
     print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; about {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
+    if free and device.type == "cpu" and peak(p) <= free < 1.35 * peak(p):
+        print(f"that is close: the C library keeps up to a third more than is alive, {1.35 * peak(p) / gb:.1f} GB here; if the run is killed, lower --tokens_per_microbatch or add --checkpoint_layers")
     if free and peak(p) > free:
         hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower, or --checkpoint_layers"]
         hints += ["--offload_optimizer"] * (device.type != "cpu" and not shape.get("offload") and not shape["lora"])
