@@ -149,14 +149,16 @@ def memory_mode(args):
 
 # ---------------------------------------------------------------------------------------------- start
 def start(args):
-    """Seconds from nothing: a Python that imports what a training script imports; and train_grpo.py on tiny settings until its first update is done, dev split before RL and best/ included."""
+    """Seconds from nothing: a Python that imports what a training script imports; and train_grpo.py on tiny settings until its first update is done, two dev scenarios before RL and best/ included."""
     imports, steps = [], []
     for _ in tqdm(range(args.repeats), desc="cold starts", leave=False):
         imports.append(timed(lambda: subprocess.run([sys.executable, "-c", "import train_grpo"], cwd=ROOT, check=True))[1])
         with tempfile.TemporaryDirectory() as folder:
+            few = [line for split, n in (("train", 8), ("dev", 2), ("heldout", 2)) for line in [x for x in (ROOT / "data" / "scenarios.jsonl").read_text(encoding="utf-8").splitlines() if json.loads(x)["split"] == split][:n]]
+            Path(f"{folder}/few.jsonl").write_text("\n".join(few), encoding="utf-8")
             begin = time.time()
             run = subprocess.Popen([sys.executable, "-u", str(ROOT / "train_grpo.py"), "--model", args.model, "--cold_start", "none", "--steps", "1", "--groups", "4", "--group_size", "2", "--minibatches", "1", "--max_turns", "1",
-                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--dtype", args.dtype, "--run", f"{folder}/run"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                                  "--max_new_tokens", "16", "--final_repeats", "0", "--eval_every", "9", "--threads", str(args.threads), "--dtype", args.dtype, "--scenarios", f"{folder}/few.jsonl", "--run", f"{folder}/run"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             printed = []
             for line in run.stdout:
                 printed.append(line.strip())

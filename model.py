@@ -166,7 +166,7 @@ class Block(nn.Module):
 class Trunk(nn.Module):                                    # attribute names are HF's, so a state dict needs no translation
     def __init__(self, c):
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab, c.width)
+        self.embed_tokens = nn.Embedding(c.vocab, c.width, _weight=torch.empty(c.vocab, c.width))      # not drawn at random: every weight is loaded
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.width, c.norm_eps)
 
