@@ -181,9 +181,9 @@ def sft(args, rater, device, dtype):
     model, tokenizer = load(args.model, dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
     print(f"{args.model} on {device}, compute {dtype}; {len(moments)} moments to imitate, {len(heldout)} held-out pairs")
-    learned, best = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
-    rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, best(None), rater, found)]
-    rows += measure("fixed", heldout, best(FIXED), rater) + measure("constant", heldout, best(constant(learned, rater)), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater)
+    learned, always = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
+    rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, always(None), rater, found)]
+    rows += measure("fixed", heldout, always(FIXED), rater) + measure("constant", heldout, always(constant(learned, rater)), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater)
     rows += measure("base", heldout, written(model, chat, heldout), rater)
     model.train_only_upper(args.train_layers)
     if args.lora:

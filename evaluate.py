@@ -390,6 +390,8 @@ def main(argv=None):
             die(f"{config}: field '{wrong}': {json.dumps(saved[wrong])[:40]} is not what a training script writes; mend it, or give {args.model}/best and the flags")
         for name in good.keys() & saved.keys() - given - {"init"}:
             setattr(args, name, saved[name])
+        if args.template != "edf" and "perception" not in given:
+            args.perception = "model"                      # another template than the run's was asked for
         args.init = saved.get("init")                      # what lm:self is: the policy as it was before RL
     return run(args)
 

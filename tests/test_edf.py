@@ -229,3 +229,14 @@ def test_perceptions_from_outside_hold_until_the_next_one(perceiving, tmp_path, 
     with pytest.raises(SystemExit):
         read_perceptions(path, DEV[:4])
     assert DEV[3].id in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_with_the_perceptions_it_was_trained_on(tiny_folder, tmp_path, capsys):
+    """Template and --perception come from the run's config; a file that is gone is named; another template asked for needs none."""
+    (tmp_path / "best").symlink_to(tiny_folder)
+    (tmp_path / "config.json").write_text(json.dumps({"template": "edf", "perception": "gone.jsonl"}))
+    flags = ["run", "--model", str(tmp_path), "--split", "dev", "--n", "1", "--repeats", "1", "--max_turns", "1", "--max_new_tokens", "4"]
+    with pytest.raises(SystemExit):
+        evaluate.main(flags)
+    assert "gone.jsonl" in capsys.readouterr().err
+    assert evaluate.main([*flags, "--template", "none"]) == 0
