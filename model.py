@@ -93,15 +93,13 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x):
-        h = x.float()                                                                   # the mean square is taken in fp32
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return h.to(x.dtype) * self.weight.to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)            # inside in fp32, rounded once
 
 
 def rotate(x, cos, sin):
-    """Rotary positions on x (B, T, heads, head_dim) with cos, sin (B|1, T, 1, head_dim/2): halves, not pairs, as HF stores them."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """Rotary positions on x (B, T, heads, head_dim) with cos, sin (B|1, T, 1, head_dim), the first half of sin negative: number i turns with
+    number i + head_dim/2, halves, not pairs, as HF stores them: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Attention(nn.Module):
@@ -220,7 +218,8 @@ class Policy(nn.Module):
             freq = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
             # twice the positions: the padding of a ragged chunk may stick out beyond the last real one
             angle = torch.outer(torch.arange(2 * c.max_positions, dtype=torch.float32), freq)         # (positions, head_dim/2)
-            self.rope[device] = (angle.cos().to(device), angle.sin().to(device))
+            cos, sin = angle.cos(), angle.sin()
+            self.rope[device] = (torch.cat((cos, cos), 1).to(device), torch.cat((-sin, sin), 1).to(device))      # (positions, head_dim)
         return self.rope[device]
 
     def forward(self, ids, cache=None, lengths=None):
@@ -250,7 +249,7 @@ class Policy(nn.Module):
                 real = torch.nonzero(torch.arange(T, device=ids.device) < lengths[:, None], as_tuple=True)       # (N,), (N,)
                 ids, position = ids[real][None], position[real][None]                                 # (1, N)
                 place = (real[0][None], position, real)
-        cos, sin = cos[position][:, :, None].to(self.dtype), sin[position][:, :, None].to(self.dtype)  # (B|1, T, 1, head_dim/2)
+        cos, sin = cos[position][:, :, None].to(self.dtype), sin[position][:, :, None].to(self.dtype)  # (B|1, T, 1, head_dim)
         x = F.embedding(ids, self.model.embed_tokens.weight).to(self.dtype)                           # (B, T, D)
         for i, block in enumerate(self.model.layers):
             where = cos, sin, None if cache is None else (cache.k[i], cache.v[i], S), place, mask
