@@ -28,7 +28,7 @@ from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_re
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
-from stats import bootstrap, half_up
+from stats import bootstrap, half_up, paired_difference
 from train_sft import fit, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
@@ -147,13 +147,27 @@ def rote(train, pairs):
     return {"overlap": [float(shared(p, p.chosen) - shared(p, p.rejected)) for p in pairs], "words alone": [float(worth(p.chosen) - worth(p.rejected)) for p in pairs]}
 
 
-def table(rows):
-    """Preference accuracy by stage, with 95 % interval by dialogue."""
-    lines = [f"{'':12} {'pairs':>5}  prefers the chosen, %   95 % CI         no rubric, %   entropy of weights"]
-    for stage in dict.fromkeys(r["stage"] for r in rows):
-        mine = [r for r in rows if r["stage"] == stage]
+def accuracy(rows):
+    """-> stage -> {"pairs", "right", "low", "high": % of pairs whose chosen reply it prefers and the interval by dialogue, "invalid": % without a rubric, "entropy": mean, of the weights, in nats,
+    "over_fixed", "over_sft": stats.paired_difference in %, by dialogue}."""
+    by = {}
+    for r in rows:
+        by.setdefault(r["stage"], {}).setdefault(r["dialogue"], []).append(r)
+    right, out = {stage: {d: [100 * r["right"] for r in some] for d, some in of.items()} for stage, of in by.items()}, {}
+    for stage, of in by.items():
+        mine = [r for some in of.values() for r in some]
         low, high = bootstrap([100 * r["right"] for r in mine], [r["dialogue"] for r in mine])
-        lines.append(f"{stage:12} {len(mine):>5}  {half_up(100 * np.mean([r['right'] for r in mine])):>21}   {half_up(low)} .. {half_up(high):<8} {half_up(100 * np.mean([not r['valid'] for r in mine])):>12}   {half_up(np.mean([r['entropy'] for r in mine]), 2):>10}")
+        out[stage] = {"pairs": len(mine), "right": float(np.mean([100 * r["right"] for r in mine])), "low": low, "high": high, "invalid": float(np.mean([100 * (not r["valid"]) for r in mine])),
+                      "entropy": float(np.mean([r["entropy"] for r in mine])), **{f"over_{than}": paired_difference(right.get(than, {}), right[stage]) for than in ("fixed", "sft")}}
+    return out
+
+
+def table(rows):
+    """accuracy(rows) as text."""
+    over = lambda d: f"{'-':>22}" if d["low"] is None else f"{d['difference']:+6.1f} [{d['low']:+5.1f}, {d['high']:+5.1f}]{'*' if d['resolved'] else ' '}"
+    lines = [f"{'':12} {'pairs':>5}  prefers the chosen, %   95 % CI         no rubric, %   entropy of weights   over fixed, by dialogue   over sft (*: resolved)"]
+    for stage, a in accuracy(rows).items():
+        lines.append(f"{stage:12} {a['pairs']:>5}  {half_up(a['right']):>21}   {half_up(a['low'])} .. {half_up(a['high']):<8} {half_up(a['invalid']):>12}   {half_up(a['entropy'], 2):>18}   {over(a['over_fixed'])}    {over(a['over_sft'])}")
     return "\n".join(lines)
 
 
@@ -298,9 +312,7 @@ def analyse(args):
     out.write_text(bars(panels), encoding="utf-8")
     print(f"\nwrote {out}")
     if args.record:
-        record_result(args.record, {"runs": len(runs), "accuracy": {s: [float(np.mean([r["right"] for r in mine if r["stage"] == s])) for mine in runs.values() if any(r["stage"] == s for r in mine)] for s in dict.fromkeys(r["stage"] for r in rows)},
-                                    "pairs": len({r["id"] for r in rows}), "shares": {title: panel for title, panel in panels},
-                                    "entropy": {s: float(np.mean([r["entropy"] for r in rows if r["stage"] == s])) for s in stages}, "invalid": {s: float(np.mean([not r["valid"] for r in rows if r["stage"] == s])) for s in ("base", *stages) if any(r["stage"] == s for r in rows)}})
+        record_result(args.record, {"runs": {run: accuracy(mine) for run, mine in runs.items()}, "shares": dict(panels)})
     return 0
 
 

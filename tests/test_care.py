@@ -151,10 +151,22 @@ def test_imitate_prefer_analyse_and_use(files, tiny_folder, tmp_path, monkeypatc
     text = capsys.readouterr().out
     assert "preferred, by turn" in (out / "rubrics.svg").read_text() and "turn 1" in text and "accuracy by what the rejected reply did wrong" in text
     kept = json.loads((tmp_path / "r.jsonl").read_text())
-    assert kept["pairs"] == 6 and set(kept["accuracy"]) == {"overlap", "words alone", "fixed", "constant", "care-prior", "base", "sft", "preferred"} and kept["invalid"]["base"] == 1
+    stages = kept["runs"][str(out)]
+    assert set(stages) == {"overlap", "words alone", "fixed", "constant", "care-prior", "base", "sft", "preferred"} and all(a["pairs"] == 6 for a in stages.values()) and stages["base"]["invalid"] == 100
     with pytest.raises(SystemExit):                        # a second time nothing is overwritten
         run(files, "prefer", "--run", str(out))
     assert "preferred exists" in capsys.readouterr().err
+
+
+def test_accuracy_by_hand():
+    """Two pairs of each of six dialogues: `sft` is right about all, `fixed` about the first of each (the same for each dialogue: no spread), `preferred` about one dialogue only."""
+    row = lambda stage, d, i, right: {"stage": stage, "dialogue": f"d{d}", "right": right, "valid": stage != "sft" or d > 0, "entropy": 1.0 + d}
+    rows = [row(stage, d, i, right) for d in range(6) for i in (0, 1) for stage, right in (("fixed", float(i == 0)), ("sft", 1.0), ("preferred", float(d == 3)))]
+    a = care.accuracy(rows)
+    assert a["fixed"] | {"over_fixed": 0, "over_sft": 0} == {"pairs": 12, "right": 50.0, "low": 50.0, "high": 50.0, "invalid": 0.0, "entropy": 3.5, "over_fixed": 0, "over_sft": 0}
+    assert a["sft"]["invalid"] == pytest.approx(100 / 6) and a["sft"]["over_fixed"]["difference"] == 50 and a["sft"]["over_fixed"]["resolved"] and not a["sft"]["over_sft"]["resolved"]
+    assert a["preferred"]["over_sft"]["difference"] == pytest.approx(-500 / 6) and a["preferred"]["over_fixed"]["difference"] == pytest.approx(-200 / 6) and a["preferred"]["low"] == 0.0 < a["preferred"]["high"]
+    assert "*" in care.table(rows) and care.table([r for r in rows if r["stage"] == "sft"]).count("*") == 1          # alone: nothing to compare with, only the heading's
 
 
 def test_sft_teaches_the_form(tiny_chat):
