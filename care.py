@@ -22,7 +22,8 @@ import torch
 
 from appraisal import DATA, INTENTS, STOP, words
 from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, generator_folder, make_backend
-from rollout import Chat, Row, answers
+from episode import Row
+from rollout import Chat, answers
 from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
 from scenarios import load_scenarios, read_lines

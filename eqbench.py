@@ -21,7 +21,7 @@ import report
 from appraisal import STOP, words
 from backend import BudgetSpent, LocalModel, Server, add_server_flags, check_backend, make_backend
 from rollout import ASKED, SYSTEM, Chat, add_template_flags, check_budget, rollout, trained_template
-from rundir import Flags, die, nonnegative, positive, read_json, record_result, writable
+from rundir import Flags, die, nonnegative, positive, record_result, writable
 from scenarios import read_lines
 from simulator import UserTurn
 from stats import bootstrap, half_up, mean

@@ -30,7 +30,8 @@ import report
 from appraisal import INTENTS, words
 from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_users
 from emotions import LABELS, felt_by, regulation
-from rollout import TEMPLATES, Chat, Episode, Row, add_template_flags, check_budget, check_template, rollout, transcript
+from episode import Episode, Row, transcript
+from rollout import TEMPLATES, Chat, add_template_flags, check_budget, check_template, rollout
 from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
 from scenarios import SPLITS, STATES, load_memories, load_scenarios
 from scores import by_scenario, gaming, gaming_line, read_rows
@@ -342,7 +343,7 @@ def main(argv=None):
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     if argv[:1] != ["run"]:
         die(f"{argv[0] if argv else 'nothing'} is not a command; there are: {', '.join(['run', *COMMANDS])} (--help after one lists its flags)")
-    p = Flags(prog="evaluate.py run", description=f"Play scenarios with a model and report the final emotion. With the scripted user that is the rule score of a scripted user, not empathy.")
+    p = Flags(prog="evaluate.py run", description="Play scenarios with a model and report the final emotion. With the scripted user that is the rule score of a scripted user, not empathy.")
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, run folder (its best/ and dialogue settings), or .gguf (default: %(default)s)")
     p.add_argument("--bench", choices=["sage", "empa"], default="sage", help="sage: the final emotion; empa: a --judge moves a deficit turn by turn, up to 45 replies (default: %(default)s)")
     p.add_argument("--judge", default="scripted", metavar="WHO", help="of --bench empa: scripted (cues, no measure of empathy), lm:MODEL or server:URL#MODEL (default: %(default)s)")

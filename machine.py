@@ -29,8 +29,8 @@ import model as network
 import ranks
 import train_grpo
 from bench import finish, memory, random_ids, random_model, timed
+from episode import Episode, Row
 from model import Cache, append, sample
-from rollout import Episode, Row
 from rubric import Reward
 from rundir import die
 from weights import DTYPES, config_of, load, pick_device, read_config, resolve

@@ -66,7 +66,7 @@ class Moment:
 
 
 def moments(episode, memory=""):
-    """The Moment before each reply of a rollout.Episode. memory: what is remembered of this person, as text."""
+    """The Moment before each reply of an episode.Episode. memory: what is remembered of this person, as text."""
     s, said = episode.scenario, [episode.opening] + [t.text for t in episode.turns]
     emotions = [episode.start_emotion] + [t.emotion for t in episode.turns]
     person = f"Who they are: {s.persona}\nWhat happened: {s.background}" + f"\nFrom earlier talks: {memory}" * bool(memory)

@@ -22,8 +22,9 @@ import torch
 from tqdm import tqdm
 
 from emotions import LABELS, Utterance, classification, consistency, iou, majority, read_emotions
+from episode import Row
 from model import Cache, append
-from rollout import Chat, Row, answers
+from rollout import Chat, answers
 from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, read_json, record_result, writable
 from stats import bootstrap, half_up
 from train_grpo import trajectory_advantages, update

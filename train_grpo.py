@@ -23,11 +23,12 @@ import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
+from episode import marked, training_batches, transcript
 from memory import adamw, tokens_or_auto
 from memory import check as check_memory
 from model import token_logprobs
 from report import training_page
-from rollout import Chat, add_template_flags, check_budget, check_template, marked, overlapped, rollout, training_batches, transcript
+from rollout import Chat, add_template_flags, check_budget, check_template, overlapped, rollout
 from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios

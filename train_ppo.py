@@ -25,11 +25,12 @@ import ranks
 from appraisal import INTENTS
 from backend import BudgetSpent, add_user_flags, check_rewards, check_user, make_rewards, make_users
 from curriculum import Curriculum, add_curriculum_flags, read_settings
+from episode import critic_rows, marked, training_batches, transcript
 from memory import adamw, tokens_or_auto
 from memory import check as check_memory
 from model import Critic, token_logprobs
 from report import training_page
-from rollout import AFTER, Chat, add_template_flags, check_budget, check_template, critic_rows, marked, overlapped, rollout, training_batches, transcript
+from rollout import AFTER, Chat, add_template_flags, check_budget, check_template, overlapped, rollout
 from rubric import add_reward_flags
 from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
 from scenarios import STATES, load_scenarios

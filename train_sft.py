@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from appraisal import DATA
 from emotions import EDF, felt_by, regulate
+from episode import Row, collate, micro_batches
 from model import token_logprobs
-from rollout import ASKED, Chat, Row, collate, micro_batches
+from rollout import ASKED, Chat
 from rundir import Flags, die, nonnegative, positive
 from scenarios import load_scenarios
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save

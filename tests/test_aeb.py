@@ -12,7 +12,8 @@ import rollout as rollout_module
 from adversaries import ADVERSARIES, TRAJECTORIES, Adversaries, formulaic, says
 from aeb import collapsed, compared, described, detected, ecs, read_estimate
 from conftest import ROOT
-from rollout import Chat, Episode, rollout
+from episode import Episode
+from rollout import Chat, rollout
 from scenarios import load_scenarios
 from simulator import LanguageUsers, ScriptedUsers, UserTurn
 from weights import load

@@ -172,7 +172,7 @@ def test_accuracy_by_hand():
 def test_sft_teaches_the_form(tiny_chat):
     """A tiny model overfitted to one moment writes a valid rubric, the one it was shown: prompt, mask and end of turn are right."""
     from copy import deepcopy
-    from rollout import Row
+    from episode import Row
     from train_sft import fit
     model, chat = deepcopy(tiny_chat[0]), tiny_chat[1]
     m = Moment(("Hm.",), (), 50, "advice")

@@ -13,8 +13,9 @@ import rollout as module
 import train_grpo
 import train_ppo
 from emotions import EDF, LABELS, felt_by, read_perceptions, regulate, regulation
+from episode import collate, training_batches, transcript
 from model import Critic, token_logprobs
-from rollout import SPAN, Chat, collate, rollout, training_batches, transcript
+from rollout import SPAN, Chat, rollout
 from scenarios import load_scenarios
 from simulator import ScriptedUsers, UserTurn
 from test_train_grpo import SCENARIOS, TINY, metrics
@@ -72,7 +73,7 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
             text += piece if piece != "SECRET " or depth else ""
         made.append(text)
         return text
-    heard, (model, chat) = [], perceiving
+    heard, (_, chat) = [], perceiving
     monkeypatch.setattr(module, "append", lambda model, cache, chunks: torch.zeros(len(chunks), model.config.width))       # what it says is made up, so nothing has to be computed
     real = ScriptedUsers.respond
     monkeypatch.setattr(ScriptedUsers, "respond", lambda self, users, replies, cuts: heard.extend(replies) or real(self, users, replies, cuts))

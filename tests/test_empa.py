@@ -9,7 +9,7 @@ import empa
 import evaluate
 from conftest import ROOT
 from empa import INDICES, JudgedUsers, LanguageJudge, ScriptedJudge, Walk, deficit, distance, epm_q, models_table, perturbations, replay
-from rollout import Episode
+from episode import Episode
 from scenarios import load_scenarios
 from simulator import LanguageUsers, ScriptedUsers, UserTurn
 from test_simulator import expert

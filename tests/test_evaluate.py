@@ -14,8 +14,8 @@ import torch
 import chat as chat_script
 import evaluate
 from conftest import ROOT
+from episode import Episode, Row
 from evaluate import play, spread, summary
-from rollout import Episode, Row
 from appraisal import INTENTS
 from scenarios import load_scenarios
 from simulator import ScriptedUser, ScriptedUsers, UserTurn

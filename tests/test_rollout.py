@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from episode import Row, collate, coloured, marked, micro_batches
 from model import token_logprobs
-from rollout import Chat, Row, check_budget, collate, coloured, marked, micro_batches, overlapped, rollout
+from rollout import Chat, check_budget, overlapped, rollout
 from scenarios import load_scenarios
 from simulator import ScriptedUsers, UserTurn
 from test_train_grpo import SCENARIOS

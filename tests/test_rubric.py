@@ -9,7 +9,7 @@ from conftest import ROOT                                  # first: it puts the 
 import rubric
 from appraisal import INTENTS, STAGES
 from rubric import (DIMENSIONS, FIXED, RUBRICS, SPANS, Generated, LanguageRater, Moment, Question, Rewards, Rubric, ScriptedRater, care_score, filled, harmonic, kardia_score, marks, moments, perm_score,
-                    prior, prompt, read, rubric_scores, score, shares, spans)
+                    prior, read, rubric_scores, score, shares, spans)
 from rollout import Chat
 from scenarios import load_memories, load_scenarios
 from test_simulator import GALLERY, KIND, SAID

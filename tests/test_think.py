@@ -8,8 +8,9 @@ import torch
 import rollout as module
 import train_grpo
 import train_ppo
+from episode import collate, training_batches
 from model import Critic, token_logprobs
-from rollout import Chat, collate, rollout, training_batches
+from rollout import Chat, rollout
 from rubric import score
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
@@ -36,7 +37,7 @@ def test_no_random_mixture_of_tags_leaks_a_thought(thinking):
     _, chat = thinking
     rng = random.Random(0)
     for _ in range(1000):
-        text, depth, secret = "", 0, False
+        text, depth = "", 0
         for _ in range(rng.randint(1, 6)):
             piece = rng.choice(["<think>", "</think>", "SECRET", "hello ", "\n"])
             depth = 1 if piece == "<think>" else 0 if piece == "</think>" else depth

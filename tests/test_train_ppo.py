@@ -13,8 +13,9 @@ import backend
 import train_grpo
 import train_ppo
 from conftest import ROOT, hf_model, ours
+from episode import critic_rows
 from model import Critic
-from rollout import Chat, critic_rows, rollout
+from rollout import Chat, rollout
 from rubric import Reward, score
 from scenarios import load_scenarios
 from simulator import ScriptedUsers, UserTurn
