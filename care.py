@@ -25,7 +25,7 @@ from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, ge
 from episode import Row
 from rollout import Chat, answers
 from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
-from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable
+from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable, write_atomically
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
@@ -215,11 +215,12 @@ def sft(args, rater, device, dtype):
     (run / "config.json").write_text(json.dumps(vars(args), indent=1), encoding="utf-8")
     rows = keep(run, rows + measure("sft", heldout, written(model, chat, heldout), rater))
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft\n\n{table(rows)}\n\nnext: python rubric.py prefer --run {run}")
-    return rows
+    return 0
 
 
 def prefer(args, rater, device, dtype):
-    """GRPO: `group_size` rubrics of each moment, worth preference_reward, compared within the group; k3 to the generator after imitation (the adapters' start)."""
+    """GRPO: `group_size` rubrics of each moment, worth preference_reward, compared within the group; k3 to the generator after imitation (the adapters' start). Every step is kept in
+    RUN/prefer.pt: stopped half-way, by Ctrl-C or a judge whose calls are spent, the same command goes on, to the same generator."""
     from train_grpo import trajectory_advantages, update    # the same loss, clip and micro-batches; that file knows nothing of this one
     run, pairs = Path(args.run), load_preferences(args.preferences)
     if not (run / "sft").is_dir():
@@ -236,9 +237,22 @@ def prefer(args, rater, device, dtype):
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     how = SimpleNamespace(epochs=1, minibatches=args.minibatches, max_turns=1, max_new_tokens=160, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=args.kl, grad_clip=1.0)
+    begun, records = run / "prefer.pt", []
+    flags = {k: v for k, v in vars(args).items() if k not in ("steps", "threads") and not k.startswith("server_")}
+    if begun.exists():
+        try:
+            state = torch.load(begun, weights_only=True)
+        except Exception as e:
+            die(f"{begun}: cannot be read ({type(e).__name__}); remove it to begin anew")
+        if other := [f"--{k}" for k in flags if state["flags"].get(k) != flags[k]]:
+            die(f"{begun} was begun with other {', '.join(other)}; give the same to go on, or remove it to begin anew")
+        model.load_state_dict(state["adapters"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+        records = json.loads(state["log"])
+        print(f"{begun} has {len(records)} steps, going on from there")
     with StopOnInterrupt() as stop:
         spent = None
-        for step in range(args.steps):
+        for step in range(len(records), args.steps):
             rng, began = np.random.default_rng([args.seed, step]), time.time()
             order = np.concatenate([np.random.default_rng([args.seed, e, 7]).permutation(len(train)) for e in range((step + 1) * args.pairs // len(train) + 1)])
             chosen = [train[i] for i in order[step * args.pairs:(step + 1) * args.pairs]]
@@ -256,18 +270,22 @@ def prefer(args, rater, device, dtype):
             metrics = update(how, model, model, optimizer, chat, episodes, advantages)
             record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([((m or 0) > 0) + 0.5 * (not m) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
                       "weight_entropy": float(np.mean([entropy_of(r) for r in rubrics])), "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
-            with open(run / "prefer.jsonl", "w" if step == 0 else "a", encoding="utf-8") as f:
-                f.write(json.dumps(record) + "\n")
+            records.append(record)
+            adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
+            write_atomically(begun, lambda f: torch.save({"flags": flags, "adapters": adapters, "optimizer": optimizer.state_dict(), "log": json.dumps(records)}, f))
+            write_atomically(run / "prefer.jsonl", "".join(json.dumps(r) + "\n" for r in records).encode())
             print(f"step {step + 1:3d}  prefers the chosen {100 * record['right']:.1f} %  no rubric {100 * record['invalid']:.1f} %  entropy of weights {record['weight_entropy']:.2f}  "
                   f"kl to imitation {metrics['kl_reference']:.4f}  flat groups {flat:.2f}  {record['seconds']:.0f} s", flush=True)
             if stop.asked:
                 break
+    if len(records) < args.steps:
+        print(f"{spent or 'stopped'}: {len(records)} of {args.steps} steps are in {begun}, and the same command goes on", file=sys.stderr)
+        return 130
     save(model, tokenizer, run / "preferred", base=str(run / "sft"))
-    if spent:
-        die(f"{spent}; saved {run}/preferred as it is after {step} steps, not measured; a longer run needs a larger --server_calls, and that folder gone")
+    begun.unlink()
     rows = keep(run, measure("preferred", heldout, written(model, chat, heldout), rater))
     print(f"saved {run}/preferred\n\n{table(rows)}\n\nnext: python rubric.py analyse {run}")
-    return rows
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------- to look at
@@ -428,7 +446,6 @@ def main(argv=None):
     if what == "show":
         return show(args, rater, device, dtype)
     try:
-        sft(args, rater, device, dtype) if what == "sft" else prefer(args, rater, device, dtype)
+        return {"sft": sft, "prefer": prefer}[what](args, rater, device, dtype)
     except BudgetSpent as e:
         die(f"{e}; raise --server_calls, or let the scripted judge mark")
-    return 0

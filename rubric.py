@@ -330,9 +330,11 @@ class Reward:
     total: float                                           # what GRPO compares within a group; of the emotion in [0, 1], of a further stream the sum of `turns`
     parts: dict = field(default_factory=dict)              # name -> float, each logged by itself
     turns: list = field(default_factory=list)              # per reply, in [-1, 1]: the emotion change / 100, or R_t - b_t of a further stream
+    asked: list = field(default_factory=list)              # per reply the rubric that it was judged by, where that depends on the moment
 
-    def __str__(self):                                     # as samples/ shows it: "0.71 = emotion 0.71; by reply +0.05 -0.02"
-        return f"{self.total:.2f} = " + ", ".join(f"{k} {v:.2f}" for k, v in self.parts.items()) + "; by reply " + " ".join(f"{x:+.2f}" for x in self.turns)
+    def __str__(self):                                     # as samples/ shows it: "0.71 = emotion 0.71; by reply +0.05 -0.02", and a line a rubric
+        own = [f"\n            asked of reply {t}: " + str(r).replace("\n", " | ") for t, r in enumerate(self.asked, 1)]
+        return f"{self.total:.2f} = " + ", ".join(f"{k} {v:.2f}" for k, v in self.parts.items()) + "; by reply " + " ".join(f"{x:+.2f}" for x in self.turns) + "".join(own)
 
 
 def score(episodes):
@@ -387,13 +389,15 @@ class Rewards:
         self.seen = Counter()
 
     def marks(self, episodes):
-        """What the judges say of each episode whose user did not fail: {"deficit": per episode a list over replies, "format": ..., "rubric": ...}. Counts nothing where a call raises."""
+        """What the judges say of each episode whose user did not fail: {"deficit": per episode a list over replies, "format": ..., "rubric": ..., "asked": its rubrics}. Counts nothing where a call raises."""
         live, counts = [e for e in episodes if e.finish != "user_failed"], self.counts()
         try:
             out = {"deficit": self.potential[0](live, self.potential[1])} if self.potential and live else {}
             for part in self.parts:
-                name, _, which = part.partition(":")
-                out[name] = self.rubric_turns(which, live) if which else [[float(not bad and not cut) for bad, cut in zip(e.malformed, e.cuts)] for e in live]
+                if part == "format":
+                    out[part] = [[float(not bad and not cut) for bad, cut in zip(e.malformed, e.cuts)] for e in live]
+                else:
+                    out["rubric"], out["asked"] = self.rubric_turns(part.partition(":")[2], live)
         except BaseException:
             self.counts(counts)
             raise
@@ -415,16 +419,16 @@ class Rewards:
                     if x is not None:
                         total = sums.setdefault(t, [0.0, 0])
                         total[0], total[1] = total[0] + x, total[1] + 1
-            for i, row in zip(live, R):
+            for i, row, asked in zip(live, R, marks["asked"] if name == "rubric" else [[]] * len(R)):
                 turns = filled([None if x is None else x - sums[t][0] / sums[t][1] for t, x in enumerate(row)])
                 known = [x for x in row if x is not None]
-                rewards[i] = Reward(sum(turns), {name: float(np.mean(known)) if known else 0.0}, turns)
+                rewards[i] = Reward(sum(turns), {name: float(np.mean(known)) if known else 0.0}, turns, asked)
                 out["emotion"][i].parts[name] = rewards[i].parts[name]
             out[name] = rewards
         return out
 
     def rubric_turns(self, name, episodes):
-        """R_t per reply of each episode."""
+        """R_t per reply of each episode, and the rubric it was judged by, where that depends on the moment."""
         items, rubrics = [], None
         for e in episodes:
             tokens = Counter(t for row in e.rows for t in row.turn if t >= 0)
@@ -435,11 +439,12 @@ class Rewards:
             self.seen = Counter({f"weight_{d}": float(np.mean([r.weights[k] for r in rubrics])) for k, d in enumerate(DIMENSIONS)}) if rubrics else Counter()
             if rubrics:
                 self.seen["weight_entropy"] = float(np.mean([r.entropy for r in rubrics]))
-        flat, at, out = rubric_scores(name, self.rater, items, rubrics), 0, []
+        flat, at, out, asked = rubric_scores(name, self.rater, items, rubrics), 0, [], []
         for e in episodes:
             out.append(flat[at:at + len(e.replies)])
+            asked.append(rubrics[at:at + len(e.replies)] if name in ("care", "care-prior") else [])
             at += len(e.replies)
-        return out
+        return out, asked
 
     def report(self):
         """For metrics.jsonl: what the last batch's rubrics weighed on average, and how many could not be read, of the generator and of the judge, in all."""

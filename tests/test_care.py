@@ -1,5 +1,7 @@
 """The generator of CARE's rubrics: its data, what a rubric is worth, imitation and preference RL on a tiny model, and what analyse makes of it."""
 import json
+import os
+import signal
 from collections import Counter
 from types import SimpleNamespace
 
@@ -156,6 +158,40 @@ def test_imitate_prefer_analyse_and_use(files, tiny_folder, tmp_path, monkeypatc
     with pytest.raises(SystemExit):                        # a second time nothing is overwritten
         run(files, "prefer", "--run", str(out))
     assert "preferred exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "budget"])
+def test_prefer_stopped_half_way_goes_on_to_the_same_generator(how, files, tiny_folder, tmp_path, monkeypatch, capsys):
+    import shutil
+    from backend import BudgetSpent
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run(files, "sft", "--model", tiny_folder, "--out", str(a), "--epochs", "1", "--train_layers", "1") == 0
+    shutil.copytree(a, b)
+    weights = ((0.6, 0.3, 0.1), (0.1, 0.3, 0.6), (0.05, 0.9, 0.05))
+    monkeypatch.setattr(care, "read", lambda text: Rubric(weights[len(text) % 3], FIXED.criteria))
+    flags = ("--steps", "3", "--pairs", "2", "--group_size", "4", "--train_layers", "1")
+    assert run(files, "prefer", "--run", str(a), *flags) == 0 and not (a / "prefer.pt").exists()
+    real, calls = care.margins, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2 and how == "budget":
+            raise BudgetSpent("12 calls are spent")
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(care, "margins", interrupted)
+    assert run(files, "prefer", "--run", str(b), *flags) == 130 and "goes on" in capsys.readouterr().err and generator_folder(b) == b / "sft"
+    monkeypatch.setattr(care, "margins", real)
+    with pytest.raises(SystemExit):                        # another learning rate would be neither the one run nor the other
+        run(files, "prefer", "--run", str(b), *flags, "--lr", "1e-4")
+    assert "--lr" in capsys.readouterr().err
+    assert run(files, "prefer", "--run", str(b), *flags) == 0
+    assert f"has {1 if how == 'budget' else 2} steps" in capsys.readouterr().out and not (b / "prefer.pt").exists()
+    assert (a / "preferred" / "model.safetensors").read_bytes() == (b / "preferred" / "model.safetensors").read_bytes()
+    numbers = lambda folder: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (folder / "prefer.jsonl").read_text().splitlines()]
+    assert numbers(a) == numbers(b) and len(numbers(a)) == 3
 
 
 def test_accuracy_by_hand():

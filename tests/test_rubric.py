@@ -99,8 +99,9 @@ def test_a_generated_rubric_is_kept_shared_bounded_and_replaced_where_it_is_none
 
 
 # ---------------------------------------------------------------------------------------------- pitfall 34 under each rubric
-def worth(name, m, replies):
-    rubrics = [{"care-prior": prior(m), "fixed": FIXED}[name]] * len(replies) if name in ("care-prior", "fixed") else None
+def worth(name, m, replies, written=None):
+    """written: the rubric that a generator gave this moment, for `care`."""
+    rubrics = [{"care-prior": prior(m), "fixed": FIXED, "care": written}[name]] * len(replies) if name in ("care", "care-prior", "fixed") else None
     return rubric_scores(name, ScriptedRater(), [(m, r, len(r.split()), True) for r in replies], rubrics)
 
 
@@ -257,6 +258,20 @@ def test_streams_are_centred_by_turn_and_the_emotion_stays_as_it_was(monkeypatch
     assert out["rubric"][0].turns == pytest.approx([1.0 - 1.8 / 3, 0.5 - 1.3 / 2])
 
 
+def test_samples_show_what_each_reply_was_asked_for():
+    """Of an adaptive rubric, reply by reply, also where a dialogue in between was lost; `fixed` says nothing new."""
+    batch = [episode([5, 5]), episode([0], finish="user_failed"), episode([1])]
+    for name in ("care", "care-prior", "fixed", "perm"):
+        written = iter(["cognitive 0.20: facts: who; | affective 0.50: feeling: fear | proactive 0.30: step: call".replace("; |", " |").replace(" | ", "\n"), "no rubric", str(FIXED)])
+        out = worthy(Rewards(f"emotion+format+rubric:{name}", generated=Generated(lambda prompts, n: [next(written) for _ in prompts])), batch)["rubric"]
+        shown = [str(r).split("asked of reply ")[1:] for r in (out[0], out[2])]
+        assert out[1] is None and [len(s) for s in shown] == ([2, 1] if name.startswith("care") else [0, 0])
+        if name == "care":
+            assert shown[0][0].startswith("1: cognitive 0.20: facts: who | affective 0.50: feeling: fear | proactive 0.30") and str(FIXED).split("\n")[2] in shown[0][1]
+        if name == "care-prior":
+            assert shown[1][0].strip() == "1: " + str(prior(moments(batch[2])[0])).replace("\n", " | ")
+
+
 def test_the_format_stream_and_a_plain_stack():
     out = worthy(Rewards("emotion+format"), [episode([1, 1], malformed=[False, True]), episode([1, 1], cuts=[True, False])])
     assert [r.parts["format"] for r in out["format"]] == [0.5, 0.5] and out["format"][0].turns == pytest.approx([0.5, -0.5])
@@ -331,12 +346,21 @@ def test_bad_memories(row, word, tmp_path, capsys):
     assert e.value.code == 2 and word in capsys.readouterr().err
 
 
-if __name__ == "__main__":                                 # the table of README: mean worth over intentions, stages and moods
+if __name__ == "__main__":                                 # the table of README: mean worth over intentions, stages and moods; with a folder that rubric.py sft made, of `care`, too
+    import sys
+    from backend import LocalModel, generator_folder
     from rundir import record_result
-    names, found = [r for r in RUBRICS if r != "care"], {}
+    from weights import load
+    names, found, everything, written = [r for r in RUBRICS if r != "care"], {}, [moment(intent, n, emotion) for intent in INTENTS for n in (0, 1, 3) for emotion in (20, 55, 85)], {}
+    if sys.argv[1:]:
+        model, tokenizer = load(str(generator_folder(sys.argv[1])))
+        generated = Generated(LocalModel(model, Chat(tokenizer, model.config.vocab)).complete)
+        names, written = ["care"] + names, dict(zip(everything, generated.rubrics(everything)))
     for name in names:
-        rows = [worth(name, moment(intent, n, emotion), [KIND, *GALLERY.values()]) for intent in INTENTS for n in (0, 1, 3) for emotion in (20, 55, 85)]
-        found[name] = dict(zip(["plain, kind, specific", *GALLERY], np.mean(rows, 0).round(3).tolist()))
+        rows = np.array([worth(name, m, [KIND, *GALLERY.values()], written.get(m)) for m in everything])
+        found[name] = dict(zip(["plain, kind, specific", *GALLERY], rows.mean(0).round(3).tolist())) | {"loved": int((rows[:, 1:] >= rows[:, :1]).any(1).sum())}      # moments in which a hack is worth as much
+    if written:
+        found["care"] |= {"contexts": len({m.context() for m in everything}), "invalid": sum(r is FIXED for r in written.values())}
     print(f"{'':24}" + "".join(f"{n:>12}" for n in names))
     for hack in found["fixed"]:
         print(f"{hack:24}" + "".join(f"{found[n][hack]:12.2f}" for n in names))
