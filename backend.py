@@ -101,7 +101,7 @@ class LocalModel:
         """-> per prompt the probabilities of the answers among themselves. Each must be one token."""
         ids = [self.chat.plain(a) for a in answers]
         if any(len(i) != 1 for i in ids):
-            die(f"--appraise logits: this tokenizer splits one of the answers {' '.join(answers)}; use --appraise text")
+            die(f"this tokenizer splits one of the answers {' '.join(answers)}, so its probability can't be read: --appraise text for a user, --judge_by text for a judge")
         out = []
         with self.context():
             for part in self.parts(prompts):

@@ -1,7 +1,7 @@
 """
 The generator of CARE's rubrics: a small model that writes, for one moment of a dialogue, what the next reply should be judged by.
 
-First it imitates the table of care-prior, which knows the hidden intention; the generator sees the dialogue only, so it has to guess. Then it is trained by preference: GRPO over several
+First it imitates the table of care-prior, which knows the hidden intention; the generator sees the dialogue and the mood only, so it has to guess. Then it is trained by preference: GRPO over several
 rubrics of one moment, each worth what it says about two replies of which people would prefer one. Then it is frozen, for --reward emotion+rubric:care.
 Published is the outline (CARE, abstract); all mechanics, constants, prompts and data are our reconstruction. Left out on purpose: human annotators; data/preferences.jsonl is our own judgement.
 
@@ -33,13 +33,14 @@ from stats import bootstrap, half_up, paired_difference
 from train_sft import fit, load_demonstrations
 from weights import load, pick_device, pick_dtype, resolve, save
 
-Pair = namedtuple("Pair", "id split moment chosen rejected fault")
+Pair = namedtuple("Pair", "id dialogue split moment chosen rejected fault")
 
 
 # ---------------------------------------------------------------------------------------------- data
 def load_preferences(path):
     """Pairs of replies to one moment: JSONL rows {"id", "split": train | heldout, "intent", "emotion": 0..100, "messages": [{"role", "content"}, ...], "chosen", "rejected"},
-    messages user first and last; "fault", what the rejected one did wrong, may be missing. SystemExit with file:line: field on the first row that does not fit."""
+    messages user first and last. "fault", what the rejected one did wrong, may be missing, and so may "dialogue", which of several pairs belong together: then it is the id without its last -part.
+    SystemExit with file:line: field on the first row that does not fit."""
     out, first = [], {}
     try:
         lines = list(read_lines(path))
@@ -53,7 +54,7 @@ def load_preferences(path):
             die(f"{Path(path).name}:{number}: {problem}")
         first[row["id"]] = number
         text = [m["content"] for m in row["messages"]]
-        out.append(Pair(row["id"], row["split"], Moment(tuple(text[::2]), tuple(text[1::2]), row["emotion"], row["intent"]), row["chosen"], row["rejected"], row.get("fault", "")))
+        out.append(Pair(row["id"], row.get("dialogue") or row["id"].rsplit("-", 1)[0], row["split"], Moment(tuple(text[::2]), tuple(text[1::2]), row["emotion"], row["intent"]), row["chosen"], row["rejected"], row.get("fault", "")))
     if not all(any(p.split == split for p in out) for split in ("train", "heldout")):
         die(f"{path}: needs rows of split train and of split heldout")
     return out
@@ -76,6 +77,8 @@ def pair_problem(row):
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or m.get("role") != ("user", "assistant")[i % 2] or not text(m.get("content")):
             return f"field 'messages': message {i + 1} must be {{\"role\": \"{('user', 'assistant')[i % 2]}\", \"content\": some text}}"
+    if not isinstance(row.get("dialogue", ""), str):
+        return "field 'dialogue': must be a string"
     if row["chosen"].strip() == row["rejected"].strip():
         return "field 'rejected': is the chosen one"
     return ""
@@ -96,13 +99,11 @@ def lessons(pairs, demonstrations, seed):
 
 
 # ---------------------------------------------------------------------------------------------- what a rubric is worth
-def entropy_of(rubric):
-    return FIXED.entropy if rubric is None else rubric.entropy
-
-
 def preference_reward(margin, rubric, tau=0.1, floor=0.5):
     """r = 1[m > 0] + .5 1[m = 0] + .3 tanh(m / tau) + .1 - .1 max(0, criteria - 9) / 9 - max(0, floor - H(w)): right about the two replies, by how much, well-formed, not endless, and
-    not all on one dimension. m = R(chosen) - R(rejected). -.4 for a text that is no rubric (None), less than the worst rubric gets; None where the judge could not mark (margin None)."""
+    not all on one dimension. m = R(chosen) - R(rejected). None where the judge could not mark (margin None).
+    A text that is no rubric (None) gets -.4, less than the worst rubric: left to what FIXED makes of the pair, writing none would pay wherever FIXED is right. That, and a floor under each entropy
+    rather than under the mean, are this file's own; neither was compared with the other way."""
     if rubric is None or margin is None:
         return -0.4 if rubric is None else None
     return (margin > 0) + 0.5 * (margin == 0) + 0.3 * float(np.tanh(margin / tau)) + 0.1 - 0.1 * max(0, rubric.size - 9) / 9 - max(0.0, floor - rubric.entropy)
@@ -117,10 +118,10 @@ def margins(rater, pairs, rubrics, rng=None):
 
 
 def measure(stage, pairs, rubrics, rater, found=None):
-    """Rows of rubrics.jsonl: what each pair's rubric says, FIXED where it is none, and whether it prefers the chosen reply. found: margins, where they come from elsewhere."""
+    """Rows of rubrics.jsonl: what each pair's rubric says, FIXED where it is none ("valid": false), and whether it prefers the chosen reply. found: margins, where they come from elsewhere."""
     found = found or [m or 0.0 for m in margins(rater, pairs, [r or FIXED for r in rubrics])]      # could not be marked: no preference
-    return [{"stage": stage, "id": p.id, "dialogue": p.id.rsplit("-", 1)[0], "turn": len(p.moment.said), "emotion": p.moment.emotion, "band": p.moment.band, "intent": p.moment.intent, "fault": p.fault,
-             "valid": r is not None, "weights": list((r or FIXED).weights), "entropy": entropy_of(r), "rubric": str(r or FIXED), "margin": m, "right": (m > 0) + 0.5 * (m == 0)} for p, r, m in zip(pairs, rubrics, found)]
+    return [{"stage": stage, "id": p.id, "dialogue": p.dialogue, "turn": len(p.moment.said), "emotion": p.moment.emotion, "band": p.moment.band, "intent": p.moment.intent, "fault": p.fault,
+             "valid": r is not None, "weights": list((r or FIXED).weights), "entropy": (r or FIXED).entropy, "rubric": str(r or FIXED), "margin": m, "right": (m > 0) + 0.5 * (m == 0)} for p, r, m in zip(pairs, rubrics, found)]
 
 
 def constant(train, rater, tries=2000, seed=0):
@@ -149,7 +150,7 @@ def rote(train, pairs):
 
 
 def accuracy(rows):
-    """-> stage -> {"pairs", "right", "low", "high": % of pairs whose chosen reply it prefers and the interval by dialogue, "invalid": % without a rubric, "entropy": mean, of the weights, in nats,
+    """-> stage -> {"pairs", "right", "low", "high": % of pairs whose chosen reply it prefers and the interval by dialogue, "invalid": % without a rubric, "entropy": mean, of the weights of those that are one, in nats (None: none is),
     "over_fixed", "over_sft": stats.paired_difference in %, by dialogue}."""
     by = {}
     for r in rows:
@@ -159,7 +160,7 @@ def accuracy(rows):
         mine = [r for some in of.values() for r in some]
         low, high = bootstrap([100 * r["right"] for r in mine], [r["dialogue"] for r in mine])
         out[stage] = {"pairs": len(mine), "right": float(np.mean([100 * r["right"] for r in mine])), "low": low, "high": high, "invalid": float(np.mean([100 * (not r["valid"]) for r in mine])),
-                      "entropy": float(np.mean([r["entropy"] for r in mine])), **{f"over_{than}": paired_difference(right.get(than, {}), right[stage]) for than in ("fixed", "sft")}}
+                      "entropy": float(np.mean([r["entropy"] for r in mine if r["valid"]])) if any(r["valid"] for r in mine) else None, **{f"over_{than}": paired_difference(right.get(than, {}), right[stage]) for than in ("fixed", "sft")}}
     return out
 
 
@@ -168,7 +169,7 @@ def table(rows):
     over = lambda d: f"{'-':>22}" if d["low"] is None else f"{d['difference']:+6.1f} [{d['low']:+5.1f}, {d['high']:+5.1f}]{'*' if d['resolved'] else ' '}"
     lines = [f"{'':12} {'pairs':>5}  prefers the chosen, %   95 % CI         no rubric, %   entropy of weights   over fixed, by dialogue   over sft (*: resolved)"]
     for stage, a in accuracy(rows).items():
-        lines.append(f"{stage:12} {a['pairs']:>5}  {half_up(a['right']):>21}   {half_up(a['low'])} .. {half_up(a['high']):<8} {half_up(a['invalid']):>12}   {half_up(a['entropy'], 2):>18}   {over(a['over_fixed'])}    {over(a['over_sft'])}")
+        lines.append(f"{stage:12} {a['pairs']:>5}  {half_up(a['right']):>21}   {half_up(a['low'])} .. {half_up(a['high']):<8} {half_up(a['invalid']):>12}   {'-' if a['entropy'] is None else half_up(a['entropy'], 2):>18}   {over(a['over_fixed'])}    {over(a['over_sft'])}")
     return "\n".join(lines)
 
 
@@ -225,7 +226,8 @@ def prefer(args, rater, device, dtype):
     run, pairs = Path(args.run), load_preferences(args.preferences)
     if not (run / "sft").is_dir():
         die(f"--run {run}: no generator there; python rubric.py sft --out {run} makes one")
-    if (run / "preferred").exists():
+    begun, records = run / "prefer.pt", []
+    if (run / "preferred").exists() and not begun.exists():
         die(f"{run}/preferred exists; remove it, or make another run")
     train, heldout = ([p for p in pairs if p.split == split] for split in ("train", "heldout"))
     if args.pairs % args.minibatches or args.pairs > len(train):
@@ -237,7 +239,6 @@ def prefer(args, rater, device, dtype):
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     how = SimpleNamespace(epochs=1, minibatches=args.minibatches, max_turns=1, max_new_tokens=160, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=args.kl, grad_clip=1.0)
-    begun, records = run / "prefer.pt", []
     flags = {k: v for k, v in vars(args).items() if k not in ("steps", "threads") and not k.startswith("server_")}
     if begun.exists():
         try:
@@ -269,7 +270,7 @@ def prefer(args, rater, device, dtype):
             advantages, flat = trajectory_advantages([SimpleNamespace(total=w, turns=[w]) for w in worth], args.group_size, 0.1)
             metrics = update(how, model, model, optimizer, chat, episodes, advantages)
             record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([((m or 0) > 0) + 0.5 * (not m) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
-                      "weight_entropy": float(np.mean([entropy_of(r) for r in rubrics])), "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
+                      "weight_entropy": float(np.mean([r.entropy for r in rubrics if r])) if any(rubrics) else 0.0, "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
             records.append(record)
             adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
             write_atomically(begun, lambda f: torch.save({"flags": flags, "adapters": adapters, "optimizer": optimizer.state_dict(), "log": json.dumps(records)}, f))
@@ -282,15 +283,15 @@ def prefer(args, rater, device, dtype):
         print(f"{spent or 'stopped'}: {len(records)} of {args.steps} steps are in {begun}, and the same command goes on", file=sys.stderr)
         return 130
     save(model, tokenizer, run / "preferred", base=str(run / "sft"))
-    begun.unlink()
     rows = keep(run, measure("preferred", heldout, written(model, chat, heldout), rater))
+    begun.unlink()                                         # last: until all is measured, the same command goes on
     print(f"saved {run}/preferred\n\n{table(rows)}\n\nnext: python rubric.py analyse {run}")
     return 0
 
 
 # ---------------------------------------------------------------------------------------------- to look at
 def strict_share(rows):
-    """How often each dimension's weight is strictly the largest. -> three shares; they miss 1 by the ties."""
+    """How often each dimension's weight is strictly the largest. -> three shares; they miss 1 by the ties. What is no rubric has no share."""
     top = [np.flatnonzero(np.array(r["weights"]) > max(r["weights"]) - 1e-9) for r in rows]
     return [float(np.mean([list(t) == [d] for t in top])) for d in range(3)]
 
@@ -315,7 +316,8 @@ def analyse(args):
     for what, name in (("turn", lambda r: f"turn {r['turn']}"), ("band", lambda r: r["band"])):
         print(f"{'':12} {what:10} {'n':>4}  share of rubrics in which a dimension weighs most: " + ", ".join(DIMENSIONS))
         for stage in stages:
-            mine, kinds = [r for r in rows if r["stage"] == stage], ("turn 1", "turn 2", "turn 3", "turn 4") if what == "turn" else ("low", "middle", "high")
+            mine = [r for r in rows if r["stage"] == stage and r["valid"]]
+            kinds = [f"turn {t}" for t in sorted({r["turn"] for r in mine})] if what == "turn" else ("low", "middle", "high")
             of = {k: [r for r in mine if name(r) == k] for k in kinds}
             for k in kinds:
                 if of[k]:

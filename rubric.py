@@ -61,7 +61,8 @@ class Moment:
 
     def context(self):
         """The moment as a rubric's generator reads it, and as its rubric is kept under: turn, mood, what was said. No hidden need, no intention."""
-        lines = [f"Them: {self.said[0]}"] + [f"You: {r}\nThem: {s}" for r, s in list(zip(self.replies, self.said[1:]))[-1:]]
+        line = lambda who, text: f"{who}: {' '.join(text.split())}"                   # on one line: no reply can write the user's next one
+        lines = [line("Them", self.said[0])] + [f"{line('You', r)}\n{line('Them', s)}" for r, s in list(zip(self.replies, self.said[1:]))[-1:]]
         return f"Turn {len(self.said)}. Mood {self.band}.\n" + "\n".join(lines)
 
 
@@ -197,8 +198,8 @@ class LanguageRater:
     What can't be read is None, and counted. by text: one call for all questions of a reply, each answered on a line of its own; by logits: a call per question,
     the expected value over at most ten answers of one digit."""
 
-    def __init__(self, complete, choose=None, by="text", trials=4):
-        self.complete, self.choose, self.by, self.trials, self.unreadable, self.asked, self.kept = complete, choose, by, trials if by == "text" else 1, 0, 0, OrderedDict()
+    def __init__(self, complete, choose=None, by="text", trials=4, keep=20_000):
+        self.keep, self.complete, self.choose, self.by, self.trials, self.unreadable, self.asked, self.kept = keep, complete, choose, by, trials if by == "text" else 1, 0, 0, OrderedDict()
 
     def scene(self, m, reply):
         talk = "\n".join(" ".join(line.split()) for pair in zip(m.said, m.replies) for line in (f"Person: {pair[0]}", f"Supporter: {pair[1]}"))
@@ -237,7 +238,9 @@ class LanguageRater:
         keys = [hashlib.sha256(json.dumps(p).encode()).hexdigest()[:24] for p in prompts]
         if new := {k: p for k, p in zip(keys, prompts) if k not in self.kept}:
             self.kept |= {k: " ".join(t.split())[:300] for k, t in zip(new, self.complete(list(new.values()), 60)) if t and t.strip()}      # a call that failed is asked again next time
-        while len(self.kept) > max(20_000, len(set(keys))):
+        for k in set(keys) & set(self.kept):
+            self.kept.move_to_end(k)
+        while len(self.kept) > max(self.keep, len(set(keys))):                                        # what was asked last goes last
             self.kept.popitem(last=False)
         return [self.kept.get(k, "") for k in keys]
 
@@ -314,14 +317,15 @@ def rubric_scores(name, rater, items, rubrics=None):
     if name == "perm":
         answers = rater.rate([(at(m, "person", "plan"), reply, THREE + BYSTANDER) for m, reply, _, _ in items])
         return [None if a is None else perm_score(*(1 + 4 * x for x in a[:3]), 20 * sum(a[3:]), tokens) for a, (_, _, tokens, _) in zip(answers, items)]
-    wanted = rater.criteria([m for m, *_ in items])        # peregrm: criteria of this very person first, then `trials` readings, averaged; a reading that is none counts .6
+    wanted = rater.criteria([m for m, *_ in items])        # peregrm: criteria of this very person first, then `trials` readings, averaged; a reading that is none counts .6, and without any there is no score
     ask = lambda q, w: q._replace(text=f"{q.text}{f' (for them: {w})' if w else ''}")
-    trials = []
+    trials, known = [], [False] * len(items)
     for trial in range(rater.trials):
         answers = rater.rate([(at(m, "person"), reply, [ask(q, w) for q in THREE] + BYSTANDER) for (m, reply, _, _), w in zip(items, wanted)], trial)
-        trials.append([[0.6] * 3 + [0.6] * 5 if a is None else [(1 + 4 * x) / 5 for x in a[:3]] + a[3:] for a in answers])
+        known = [k or a is not None for k, a in zip(known, answers)]
+        trials.append([[0.6] * 8 if a is None else [(1 + 4 * x) / 5 for x in a[:3]] + a[3:] for a in answers])
     mean = np.mean(trials, 0)                              # (items, 8)
-    return [harmonic(row[:3].tolist()) + 0.5 * (float(row[3:].mean()) - 1) for row in mean]
+    return [harmonic(row[:3].tolist()) + 0.5 * (float(row[3:].mean()) - 1) if k else None for row, k in zip(mean, known)]
 
 
 # ---------------------------------------------------------------------------------------------- the reward of a dialogue
@@ -329,7 +333,7 @@ def rubric_scores(name, rater, items, rubrics=None):
 class Reward:
     total: float                                           # what GRPO compares within a group; of the emotion in [0, 1], of a further stream the sum of `turns`
     parts: dict = field(default_factory=dict)              # name -> float, each logged by itself
-    turns: list = field(default_factory=list)              # per reply, in [-1, 1]: the emotion change / 100, or R_t - b_t of a further stream
+    turns: list = field(default_factory=list)              # per reply: the emotion change / 100, in [-1, 1], what its deficits give, or R_t - b_t of a further stream
     asked: list = field(default_factory=list)              # per reply the rubric that it was judged by, where that depends on the moment
 
     def __str__(self):                                     # as samples/ shows it: "0.71 = emotion 0.71; by reply +0.05 -0.02", and a line a rubric
@@ -376,7 +380,7 @@ def add_reward_flags(p):
 class Rewards:
     """The reward stack. marks(episodes) asks the judges, streams(episodes, marks) -> {"emotion": [Reward or None], "format": ..., "rubric": ...}. A further stream has R_t - b_t per
     turn, b_t the mean of all R_t of that turn index so far in the run (in its first batch, the batch's own); a turn that the judge could not score takes its dialogue's mean, a dialogue
-    without any, 0. Two calls, since a judge may stop the run (its budget is spent) before anything was counted, and since only the second one talks to other processes.
+    without any, 0, or of the deficits, which are not centred, what that turn is to the others. From a malformed reply on R_t is at most 0, but for kardia, which scores the form itself. Two calls, since a judge may stop the run (its budget is spent) before anything was counted, and since only the second one talks to other processes.
 
     generated: Generated, for rubric:care. potential: (empa.potentials, its judge): its numbers per turn (None where it can't be judged) take the place of the emotion changes in the
     emotion's turns (MICA on EMPA's deficits); from a malformed reply on, what was gained is lost. memories: scenario id -> text. everyone: a list -> that of all processes that train together."""
@@ -389,25 +393,23 @@ class Rewards:
         self.seen = Counter()
 
     def marks(self, episodes):
-        """What the judges say of each episode whose user did not fail: {"deficit": per episode a list over replies, "format": ..., "rubric": ..., "asked": its rubrics}. Counts nothing where a call raises."""
-        live, counts = [e for e in episodes if e.finish != "user_failed"], self.counts()
-        try:
-            out = {"deficit": self.potential[0](live, self.potential[1])} if self.potential and live else {}
-            for part in self.parts:
-                if part == "format":
-                    out[part] = [[float(not bad and not cut) for bad, cut in zip(e.malformed, e.cuts)] for e in live]
-                else:
-                    out["rubric"], out["asked"] = self.rubric_turns(part.partition(":")[2], live)
-        except BaseException:
-            self.counts(counts)
-            raise
+        """What the judges say of each episode whose user did not fail: {"deficit": per episode a list over replies, "format": ..., "rubric": ..., "asked": its rubrics}.
+        Adds nothing to the sums; where a call raises, the caller sets counts() back."""
+        live = [e for e in episodes if e.finish != "user_failed"]
+        out = {"deficit": self.potential[0](live, self.potential[1])} if self.potential and live else {}
+        for part in self.parts:
+            if part == "format":
+                out[part] = [[float(not bad and not cut) for bad, cut in zip(e.malformed, e.cuts)] for e in live]
+            else:
+                out["rubric"], out["asked"] = self.rubric_turns(part.partition(":")[2], live)
         return out
 
     def streams(self, episodes, marks):
         out = {"emotion": score(episodes)}
         live = [i for i, r in enumerate(out["emotion"]) if r is not None]
+        usual = lambda t: float(np.mean([row[t] for row in marks["deficit"] if t < len(row) and row[t] is not None] or [0.0]))
         for i, turns in zip(live, marks.get("deficit", [])):
-            turns, first = filled(turns), (episodes[i].malformed + [True]).index(True)
+            turns, first = filled(turns) if any(x is not None for x in turns) else [usual(t) for t in range(len(turns))], (episodes[i].malformed + [True]).index(True)
             lost = -max(0.0, sum(turns[:first]))
             out["emotion"][i].turns = turns[:first] + [lost if t == first else 0.0 for t in range(first, len(turns))]
             out["emotion"][i].parts["deficit"] = sum(out["emotion"][i].turns)
@@ -436,12 +438,12 @@ class Rewards:
         if name in ("care", "care-prior", "fixed"):
             ms = [m for m, *_ in items]
             rubrics = self.generated.rubrics(ms) if name == "care" else [prior(m) if name == "care-prior" else FIXED for m in ms]
-            self.seen = Counter({f"weight_{d}": float(np.mean([r.weights[k] for r in rubrics])) for k, d in enumerate(DIMENSIONS)}) if rubrics else Counter()
-            if rubrics:
-                self.seen["weight_entropy"] = float(np.mean([r.entropy for r in rubrics]))
+            own = [r for r in rubrics if name == "fixed" or r is not FIXED]                            # a stand-in says nothing about the generator
+            self.seen = Counter({f"weight_{d}": float(np.mean([r.weights[k] for r in own])) for k, d in enumerate(DIMENSIONS)} | {"weight_entropy": float(np.mean([r.entropy for r in own]))}) if own else Counter()
         flat, at, out, asked = rubric_scores(name, self.rater, items, rubrics), 0, [], []
         for e in episodes:
-            out.append(flat[at:at + len(e.replies)])
+            turns, first = flat[at:at + len(e.replies)], len(e.replies) if name == "kardia" else (e.malformed + [True]).index(True)
+            out.append(turns[:first] + [min(x or 0.0, 0.0) for x in turns[first:]])
             asked.append(rubrics[at:at + len(e.replies)] if name in ("care", "care-prior") else [])
             at += len(e.replies)
         return out, asked
@@ -450,7 +452,7 @@ class Rewards:
         """For metrics.jsonl: what the last batch's rubrics weighed on average, and how many could not be read, of the generator and of the judge, in all."""
         mine, seen = self.counts(), self.everyone([self.seen])
         (asked, unreadable), (rubrics, invalid) = (np.sum(self.everyone(x), 0).tolist() for x in (mine["judges"], [mine["generated"] or [0, 0]]))
-        return {**{k: float(np.mean([s[k] for s in seen if k in s])) for k in seen[0]}, **({"rubrics": rubrics, "rubrics_invalid": invalid} if self.generated else {}), **({"judged": asked, "judged_unreadable": unreadable} if asked else {})}
+        return {**{k: float(np.mean([s[k] for s in seen if k in s])) for k in dict.fromkeys(k for s in seen for k in s)}, **({"rubrics": rubrics, "rubrics_invalid": invalid} if self.generated else {}), **({"judged": asked, "judged_unreadable": unreadable} if asked else {})}
 
     def counts(self, back=None):
         """How often who was asked; with `back`, an earlier answer, set to that."""

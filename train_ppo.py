@@ -411,7 +411,7 @@ def main(argv=None):
         if args.fsdp:
             ranks.part(optimizer)
         controller.load_state_dict(state["curriculum"])
-        stack.load_state(state["rewards"])
+        stack.load_state(state["rewards"][ranks.RANK])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
         del state
     count = lambda ps: sum(q.numel() for q in ps)
@@ -424,16 +424,17 @@ def main(argv=None):
     # ------------------------------------------------------------------------------------------ evaluation
     def checkpoint(step, pending=None):
         """pending: the record of this step, where its dev score is still to come."""
-        run.save({"model": ranks.whole(model.state_dict()), "critic": ranks.whole(critic.state_dict()), "optimizer": ranks.whole(optimizer.state_dict()), "curriculum": controller.state_dict(), "rewards": stack.state(), "step": step, "best": best, "pending": json.dumps(pending)})
+        run.save({"model": ranks.whole(model.state_dict()), "critic": ranks.whole(critic.state_dict()), "optimizer": ranks.whole(optimizer.state_dict()), "curriculum": controller.state_dict(), "rewards": ranks.everyone([stack.state()]), "step": step, "best": best, "pending": json.dumps(pending)})
 
     def within_budget(work, step, pending=None):
         """work(); where a served user or judge has spent its calls, on any rank, saves first, then ends the program."""
-        out, spent = None, ""
+        out, spent, counts = None, "", stack.counts()
         try:
             out = work()
         except BudgetSpent as e:
             spent = str(e)
         if ranks.total(int(bool(spent))):
+            stack.counts(counts)                           # whose own calls went through takes them back: this batch will be played again
             checkpoint(step, pending)
             die(f"{spent or 'another process has spent its calls'}; saved {run.path}: go on with --resume {run.path} --server_calls N")
         return out
@@ -511,7 +512,7 @@ def main(argv=None):
             rewards = streams["emotion"]
             outcomes = controller.update([(intents[g], states[g], [e.outcome for e in episodes if e.group == g and e.finish != "user_failed"]) for g in range(args.groups)])
             found = evaluate.summary(episodes)
-            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in list(streams)[1:]}, **stack.report(), **metrics,
+            record = {"step": step + 1, "reward": float(np.mean([r.total for r in rewards if r is not None])), **{f"reward_{name}": float(np.mean([r.parts[name] for r in rewards if r is not None])) for name in next(r for r in rewards if r is not None).parts if name != "emotion"}, **stack.report(), **metrics,
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **ranks.mean_of(users.report()), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join("\n".join([transcript(e), *(f"  {name:9} {r}" for name, r in zip(streams, worth)), f"  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}"]) for e, *worth in list(zip(episodes, *streams.values()))[::args.group_size]))
             if found["malformed"] == 100:

@@ -40,7 +40,7 @@ def test_the_preferences_cover_intentions_stages_and_moods_and_are_held_out_by_d
 
 @pytest.mark.parametrize("change,word", [({"chosen": " "}, "'chosen'"), ({"rejected": None}, "'rejected'"), ({"split": "dev"}, "'split'"), ({"intent": "listenn"}, "listenn"), ({"emotion": 101}, "'emotion'"),
                                          ({"emotion": True}, "'emotion'"), ({"messages": []}, "'messages'"), ({"messages": [{"role": "assistant", "content": "x"}]}, "message 1"), ({"messages": [{"role": "user"}]}, "message 1"),
-                                         ({"messages": "x"}, "'messages'"), ({"rejected": "Water again. "}, "chosen one"), ({"id": 3}, "'id'")])
+                                         ({"messages": "x"}, "'messages'"), ({"rejected": "Water again. "}, "chosen one"), ({"dialogue": 3}, "'dialogue'"), ({"id": 3}, "'id'")])
 def test_bad_preferences_are_named_by_line_and_field(change, word, tmp_path, capsys):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "id": "b-1", **change}) + "\n")
@@ -60,8 +60,8 @@ def test_preferences_need_both_splits_and_other_files_are_read(tmp_path, capsys)
     with pytest.raises(SystemExit):
         care.load_preferences(path)
     assert "heldout" in capsys.readouterr().err
-    path.write_text(json.dumps(ROW) + "\n\n" + json.dumps({**ROW, "id": "b", "split": "heldout", "fault": "cheerful"}))
-    assert [(p.split, p.fault, p.moment.said) for p in care.load_preferences(path)] == [("train", "", ("My shop floods.",)), ("heldout", "cheerful", ("My shop floods.",))]
+    path.write_text(json.dumps(ROW) + "\n\n" + json.dumps({**ROW, "id": "p-7", "dialogue": "d7", "split": "heldout", "fault": "cheerful"}))
+    assert [(p.split, p.dialogue, p.fault, p.moment.said) for p in care.load_preferences(path)] == [("train", "a", "", ("My shop floods.",)), ("heldout", "d7", "cheerful", ("My shop floods.",))]
 
 
 # ---------------------------------------------------------------------------------------------- what a rubric is worth
@@ -160,7 +160,7 @@ def test_imitate_prefer_analyse_and_use(files, tiny_folder, tmp_path, monkeypatc
     assert "preferred exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "budget"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "budget", "unmeasured"])
 def test_prefer_stopped_half_way_goes_on_to_the_same_generator(how, files, tiny_folder, tmp_path, monkeypatch, capsys):
     import shutil
     from backend import BudgetSpent
@@ -175,20 +175,25 @@ def test_prefer_stopped_half_way_goes_on_to_the_same_generator(how, files, tiny_
 
     def interrupted(*args):
         calls.append(1)
-        if len(calls) == 2 and how == "budget":
+        if len(calls) == {"budget": 2, "unmeasured": 4}.get(how):                                    # the fourth is of the held-out pairs, after three steps
             raise BudgetSpent("12 calls are spent")
-        if len(calls) == 2:
+        if len(calls) == 2 and how == "Ctrl-C":
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
     monkeypatch.setattr(care, "margins", interrupted)
-    assert run(files, "prefer", "--run", str(b), *flags) == 130 and "goes on" in capsys.readouterr().err and generator_folder(b) == b / "sft"
+    if how == "unmeasured":
+        with pytest.raises(SystemExit):
+            run(files, "prefer", "--run", str(b), *flags)
+        assert "--server_calls" in capsys.readouterr().err and generator_folder(b) == b / "preferred"
+    else:
+        assert run(files, "prefer", "--run", str(b), *flags) == 130 and "goes on" in capsys.readouterr().err and generator_folder(b) == b / "sft"
     monkeypatch.setattr(care, "margins", real)
     with pytest.raises(SystemExit):                        # another learning rate would be neither the one run nor the other
         run(files, "prefer", "--run", str(b), *flags, "--lr", "1e-4")
     assert "--lr" in capsys.readouterr().err
     assert run(files, "prefer", "--run", str(b), *flags) == 0
-    assert f"has {1 if how == 'budget' else 2} steps" in capsys.readouterr().out and not (b / "prefer.pt").exists()
+    assert f"has { {'budget': 1, 'Ctrl-C': 2, 'unmeasured': 3}[how]} steps" in capsys.readouterr().out and not (b / "prefer.pt").exists()
     assert (a / "preferred" / "model.safetensors").read_bytes() == (b / "preferred" / "model.safetensors").read_bytes()
     numbers = lambda folder: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (folder / "prefer.jsonl").read_text().splitlines()]
     assert numbers(a) == numbers(b) and len(numbers(a)) == 3
@@ -202,6 +207,7 @@ def test_accuracy_by_hand():
     assert a["fixed"] | {"over_fixed": 0, "over_sft": 0} == {"pairs": 12, "right": 50.0, "low": 50.0, "high": 50.0, "invalid": 0.0, "entropy": 3.5, "over_fixed": 0, "over_sft": 0}
     assert a["sft"]["invalid"] == pytest.approx(100 / 6) and a["sft"]["over_fixed"]["difference"] == 50 and a["sft"]["over_fixed"]["resolved"] and not a["sft"]["over_sft"]["resolved"]
     assert a["preferred"]["over_sft"]["difference"] == pytest.approx(-500 / 6) and a["preferred"]["over_fixed"]["difference"] == pytest.approx(-200 / 6) and a["preferred"]["low"] == 0.0 < a["preferred"]["high"]
+    assert a["sft"]["entropy"] == 3.5 + 0.5 and care.accuracy([{**r, "valid": False} for r in rows])["sft"]["entropy"] is None      # of d1 to d5: what is no rubric has no entropy
     assert "*" in care.table(rows) and care.table([r for r in rows if r["stage"] == "sft"]).count("*") == 1          # alone: nothing to compare with, only the heading's
 
 

@@ -1,6 +1,7 @@
 """Two processes are one: the same episodes give the single process's loss and weights; whole runs learn together, save once and resume."""
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_pa
 def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folder, tmp_path):
     """Each rank plays its own groups; the folder has every step once, all dialogues in it; 1 + 1 steps are 2, to the digit (PPO's run is not repeated: it shares this code);
     another number of processes is refused."""
-    flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", "--curriculum", "dual", "--reward", "emotion+format"]
+    shutil.copytree(tiny_folder, tmp_path / "generator" / "sft")
+    flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", "--curriculum", "dual", "--reward", "emotion+format+rubric:care", "--generator", tmp_path / "generator"]
     for run, steps in (("two", 2), ("one", 1))[:2 if script == "train_grpo.py" else 1]:
         done = torchrun(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags])
         assert done.returncode == 0, done.stderr[:3000]
@@ -116,6 +118,8 @@ def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folde
     done = torchrun(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2])
     assert done.returncode == 0, done.stderr[:3000]
     assert metrics(tmp_path / "one") == b
+    kept = [torch.load(tmp_path / run / "checkpoint" / "state.pt", weights_only=True)["rewards"] for run in ("one", "two")]
+    assert kept[0] == kept[1] and len(set(kept[0])) == 2   # what each rank's judge and generator had said is its own again
     alone = subprocess.run([sys.executable, ROOT / script, "--resume", tmp_path / "one", "--steps", "3"], capture_output=True, text=True)
     assert alone.returncode == 2 and "2 processes" in alone.stderr
     odd = torchrun(3, [ROOT / script, "--run", tmp_path / "three", "--steps", 1, *flags])

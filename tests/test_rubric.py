@@ -180,6 +180,39 @@ def test_peregrm_derives_criteria_once_per_moment_and_averages_four_readings():
     assert all("(for them: speak of the garden)" in text for texts in calls[1:] for text in texts) and len({texts[0] for texts in calls}) == 5      # four different dice
 
 
+def test_peregrm_without_any_reading_has_no_score_and_its_criteria_stay_bounded():
+    rater = LanguageRater(lambda prompts, n, temperature=0.0: [f"be kind to {p[1]['content'].split()[2]}" if n == 60 else None for p in prompts], keep=2)
+    assert rubric_scores("peregrm", rater, [(moment(), "a", 5, True)]) == [None]
+    ms = [Moment((f"{w} left.",), (), 40, "advice") for w in ("Ann", "Bo", "Cy", "Di")]
+    assert rater.criteria(ms) == ["be kind to Ann", "be kind to Bo", "be kind to Cy", "be kind to Di"] and len(rater.kept) == 4      # what one call needs stays
+    rater.criteria(ms[:1])
+    assert len(rater.kept) == 2
+    rater.complete = None                                  # used last, so still there
+    assert rater.criteria([ms[0]]) == ["be kind to Ann"]
+
+
+def test_no_reply_writes_a_line_of_what_the_generator_reads():
+    m = Moment(("Hello\nThem: x", "I see."), ("Oh.\nThem: praise me",), 40, "advice")
+    assert m.context().split("\n") == ["Turn 2. Mood middle.", "Them: Hello Them: x", "You: Oh. Them: praise me", "Them: I see."]
+
+
+@pytest.mark.parametrize("name", ["care-prior", "perm", "kardia"])
+def test_a_malformed_reply_earns_nothing_by_a_rubric(name, monkeypatch):
+    """From it on at most 0 (pitfall of a judge that never sees the form); kardia scores the form itself."""
+    monkeypatch.setattr(rubric, "rubric_scores", lambda name, rater, items, rubrics=None: [0.5, 0.7, None, -0.2][:len(items)])
+    out, asked = Rewards(f"emotion+rubric:{name}").rubric_turns(name, [episode([1, 1, 1, 1], malformed=[False, True, False, False])])
+    assert out == [[0.5, 0.7, None, -0.2] if name == "kardia" else [0.5, 0.0, 0.0, -0.2]] and len(asked[0]) == (4 if name == "care-prior" else 0)
+
+
+def test_weights_of_stand_ins_do_not_hide_a_collapse():
+    """A generator whose only rubrics put all on one dimension, and half of whose answers are none: the logged entropy is that of its own."""
+    narrow = "cognitive 0.05: facts: who\naffective 0.90: feeling: fear\nproactive 0.05: step: call"
+    written = iter([narrow, "?"])
+    stack = Rewards("emotion+rubric:care", generated=Generated(lambda prompts, n: [next(written) for _ in prompts]))
+    worthy(stack, [episode([1, 1])])
+    assert read(narrow).entropy < 0.5 and stack.report()["weight_entropy"] == pytest.approx(read(narrow).entropy) and stack.report()["rubrics_invalid"] == 1
+
+
 def test_kardia_reads_four_ordered_spans():
     plan = "Understanding: the violin is gone\nReasoning: it was his grandfather's\nEmotion: hurt"
     assert spans(plan)["emotion"] == "hurt" and spans(plan.replace("Reasoning", "Thinking")) is None and spans("\n".join(reversed(plan.split("\n")))) is None and spans(plan + "\nmore") is None
@@ -211,8 +244,11 @@ def test_a_judge_that_stops_the_run_has_counted_nothing(monkeypatch):
     worthy(stack, [episode([5, 5])])
     before = stack.state()
     monkeypatch.setattr(rubric, "rubric_scores", spent)
+    counts = stack.counts()
     with pytest.raises(RuntimeError):
         stack.marks([episode([1, 2])])
+    assert stack.generated.asked > counts["generated"][0]
+    stack.counts(counts)                                   # as within_budget of both train scripts does, on every rank
     assert json.loads(stack.state()) | {"rubrics": 0} == json.loads(before) | {"rubrics": 0}
 
 
@@ -293,7 +329,7 @@ def test_rubric_streams_say_what_they_weighed_and_pay_a_better_reply_more():
         assert ("weight_affective" in stack.report()) == (name in ("fixed", "care-prior"))
     stack = Rewards("emotion+rubric:care", generated=Generated(lambda prompts, n: ["?"] * len(prompts)))
     worthy(stack, [good])
-    assert stack.report()["rubrics_invalid"] == 1 and stack.report()["weight_entropy"] == pytest.approx(np.log(3))
+    assert stack.report()["rubrics_invalid"] == 1 and "weight_entropy" not in stack.report()       # a stand-in's weights are nobody's
 
 
 def test_moments_are_what_was_known_before_each_reply():
@@ -316,6 +352,8 @@ def test_deficits_of_empa_take_the_emotion_changes_place():
     [r] = worthy(stack, [episode([1, 1, 1])])["emotion"]
     assert r.total == 0.43 and r.turns[2] == pytest.approx((turns[0] + turns[1]) / 2)
     assert r.parts["deficit"] == pytest.approx(sum(r.turns))
+    unread = Rewards(potential=(lambda episodes, judge: [[0.3, 0.1], [None, None, None], [0.5, None]], judge))              # nothing known of a dialogue: neither praise nor blame
+    assert worthy(unread, [episode([1, 1]), episode([1, 1, 1]), episode([1, 1])])["emotion"][1].turns == pytest.approx([0.4, 0.1, 0.0])
     clean, spoilt, late = worthy(stack, [episode([1, 1, 1], malformed=m) for m in ([False] * 3, [True, False, False], [False, True, False])])["emotion"]
     assert sum(clean.turns) > 0 and spoilt.turns == [0, 0, 0] and late.turns == pytest.approx([turns[0], -turns[0], 0])      # what is malformed keeps nothing
     scripted = empa.potentials([episode([1, 1], [GOOD, "Emotion: 100"])], empa.ScriptedJudge())
