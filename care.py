@@ -77,8 +77,9 @@ def pair_problem(row):
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or m.get("role") != ("user", "assistant")[i % 2] or not text(m.get("content")):
             return f"field 'messages': message {i + 1} must be {{\"role\": \"{('user', 'assistant')[i % 2]}\", \"content\": some text}}"
-    if not isinstance(row.get("dialogue", ""), str):
-        return "field 'dialogue': must be a string"
+    for name in ("dialogue", "fault"):
+        if not isinstance(row.get(name, ""), str):
+            return f"field '{name}': must be a string"
     if row["chosen"].strip() == row["rejected"].strip():
         return "field 'rejected': is the chosen one"
     return ""
@@ -180,10 +181,23 @@ def written(model, chat, pairs):
 
 def keep(run, rows):
     """Replace these stages' rows in RUN/rubrics.jsonl."""
-    path, stages = run / "rubrics.jsonl", {r["stage"] for r in rows}
-    old = [r for r in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if r["stage"] not in stages] if path.exists() else []
-    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in old + rows), encoding="utf-8")
-    return old + rows
+    stages = {r["stage"] for r in rows}
+    everything = [r for r in kept(run) if r["stage"] not in stages] + rows
+    write_atomically(run / "rubrics.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in everything).encode())
+    return everything
+
+
+def kept(run):
+    """The rows of RUN/rubrics.jsonl, none where it isn't there. SystemExit with file:line on one that is none of ours."""
+    path, number = Path(run) / "rubrics.jsonl", lambda x, least, most: type(x) in (int, float) and least <= x <= most
+    out = []
+    for line, row, problem in read_lines(path) if path.exists() else ():
+        texts = isinstance(row, dict) and all(isinstance(row.get(k), str) for k in ("stage", "dialogue", "band", "fault"))
+        if problem or not (texts and type(row.get("turn")) is int and isinstance(row.get("valid"), bool) and number(row.get("entropy"), 0, 2) and number(row.get("right"), 0, 1)
+                           and isinstance(row.get("weights"), list) and len(row["weights"]) == 3 and all(number(w, 0, 1) for w in row["weights"])):
+            die(f"{path}:{line}: {problem or 'not a row that rubric.py sft or prefer wrote'}; remove the line, or make the run again")
+        out.append(row)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- the two trainings
@@ -192,6 +206,10 @@ def sft(args, rater, device, dtype):
     run, pairs = Path(args.out), load_preferences(args.preferences)
     if run.exists():
         die(f"--out {run} exists; give another name or remove it")
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)      # before the work, not after it
+    except OSError as e:
+        die(f"--out {run}: {e.strerror}; give another folder")
     moments, heldout = lessons(pairs, args.demonstrations, args.seed), [p for p in pairs if p.split == "heldout"]
     resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
@@ -214,7 +232,8 @@ def sft(args, rater, device, dtype):
     run.mkdir(parents=True)
     save(model, tokenizer, run / "sft", base=str(resolve(args.model)))
     (run / "config.json").write_text(json.dumps(vars(args), indent=1), encoding="utf-8")
-    rows = keep(run, rows + measure("sft", heldout, written(model, chat, heldout), rater))
+    keep(run, rows)
+    rows = keep(run, measure("sft", heldout, written(model, chat, heldout), rater))
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft\n\n{table(rows)}\n\nnext: python rubric.py prefer --run {run}")
     return 0
 
@@ -229,27 +248,31 @@ def prefer(args, rater, device, dtype):
     begun, records = run / "prefer.pt", []
     if (run / "preferred").exists() and not begun.exists():
         die(f"{run}/preferred exists; remove it, or make another run")
+    kept(run)                                              # damaged rows are found now, not after an hour
     train, heldout = ([p for p in pairs if p.split == split] for split in ("train", "heldout"))
+    if args.group_size < 2 or args.lora < 1:
+        die(f"--group_size {args.group_size} --lora {args.lora}: needs at least 2 rubrics of a moment, to compare, and adapters of rank 1 or more")
     if args.pairs % args.minibatches or args.pairs > len(train):
         die(f"--pairs {args.pairs}: must be a multiple of --minibatches {args.minibatches}, and no more than the {len(train)} training pairs")
     model, tokenizer = load(str(run / "sft"), dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
     model.train_only_upper(args.train_layers)
-    model.add_lora(args.lora or 16, args.seed)
+    model.add_lora(args.lora, args.seed)
     parameters = [q for q in model.parameters() if q.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     how = SimpleNamespace(epochs=1, minibatches=args.minibatches, max_turns=1, max_new_tokens=160, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=args.kl, grad_clip=1.0)
-    flags = {k: v for k, v in vars(args).items() if k not in ("steps", "threads") and not k.startswith("server_")}
+    flags = {k: v for k, v in vars(args).items() if k not in ("run", "steps", "threads", "demonstrations") and not k.startswith("server_")}
     if begun.exists():
         try:
             state = torch.load(begun, weights_only=True)
+            other = [f"--{k} {state['flags'].get(k)}" for k in flags if state["flags"].get(k) != flags[k]]
+            records = json.loads(state["log"])
         except Exception as e:
             die(f"{begun}: cannot be read ({type(e).__name__}); remove it to begin anew")
-        if other := [f"--{k}" for k in flags if state["flags"].get(k) != flags[k]]:
-            die(f"{begun} was begun with other {', '.join(other)}; give the same to go on, or remove it to begin anew")
+        if other:
+            die(f"{begun} was begun with {', '.join(other)}; give the same to go on, or remove it to begin anew")
         model.load_state_dict(state["adapters"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
-        records = json.loads(state["log"])
         print(f"{begun} has {len(records)} steps, going on from there")
     with StopOnInterrupt() as stop:
         spent = None
@@ -300,10 +323,9 @@ def analyse(args):
     """Tables of RUN/rubrics.jsonl (of several runs: all together, accuracies run by run too), and RUN/rubrics.svg of the first."""
     runs = {}
     for run in args.runs:
-        path = Path(run) / "rubrics.jsonl"
-        if not path.is_file():
-            die(f"{run}: no rubrics.jsonl; python rubric.py sft --out {run} makes one")
-        runs[run] = [row for number, row, problem in read_lines(path) if not problem or die(f"{path}:{number}: {problem}")]
+        runs[run] = kept(run) if (Path(run) / "rubrics.jsonl").is_file() else die(f"{run}: no rubrics.jsonl; python rubric.py sft --out {run} makes one")
+        if not runs[run]:
+            die(f"{run}/rubrics.jsonl: is empty; python rubric.py sft makes one")
     rows = [r for mine in runs.values() for r in mine]
     for run, mine in runs.items():
         print(f"{run}, held-out pairs\n{table(mine)}\n")

@@ -40,7 +40,7 @@ def test_the_preferences_cover_intentions_stages_and_moods_and_are_held_out_by_d
 
 @pytest.mark.parametrize("change,word", [({"chosen": " "}, "'chosen'"), ({"rejected": None}, "'rejected'"), ({"split": "dev"}, "'split'"), ({"intent": "listenn"}, "listenn"), ({"emotion": 101}, "'emotion'"),
                                          ({"emotion": True}, "'emotion'"), ({"messages": []}, "'messages'"), ({"messages": [{"role": "assistant", "content": "x"}]}, "message 1"), ({"messages": [{"role": "user"}]}, "message 1"),
-                                         ({"messages": "x"}, "'messages'"), ({"rejected": "Water again. "}, "chosen one"), ({"dialogue": 3}, "'dialogue'"), ({"id": 3}, "'id'")])
+                                         ({"messages": "x"}, "'messages'"), ({"rejected": "Water again. "}, "chosen one"), ({"dialogue": 3}, "'dialogue'"), ({"fault": ["a"]}, "'fault'"), ({"id": 3}, "'id'")])
 def test_bad_preferences_are_named_by_line_and_field(change, word, tmp_path, capsys):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "id": "b-1", **change}) + "\n")
@@ -236,6 +236,24 @@ def test_mistakes_are_named(flags, word, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         care.main(flags)
     assert e.value.code in (1, 2) and word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"stage": "sft"}', json.dumps({"stage": "sft", "dialogue": "d", "band": "low", "fault": "", "turn": 1, "valid": True, "entropy": 1.0, "right": 7, "weights": [0.3, 0.3, 0.4]})])
+def test_damaged_rows_are_named_before_anything_is_trained(line, tmp_path, capsys):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "rubrics.jsonl").write_text("\n" + line + "\n")
+    for flags in (["analyse", str(tmp_path)], ["prefer", "--run", str(tmp_path), "--preferences", str(PREFERENCES)]):
+        with pytest.raises(SystemExit) as e:
+            care.main(flags)
+        assert e.value.code == 2 and "rubrics.jsonl:2:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--group_size", "--lora"])
+def test_prefer_needs_something_to_compare_and_to_train(flag, tmp_path, capsys):
+    (tmp_path / "sft").mkdir()
+    with pytest.raises(SystemExit):
+        care.main(["prefer", "--run", str(tmp_path), "--preferences", str(PREFERENCES), flag, "1" if flag == "--group_size" else "0"])
+    assert flag in capsys.readouterr().err
 
 
 def test_show_prints_a_rubric_per_turn(capsys, monkeypatch):
