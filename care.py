@@ -25,7 +25,7 @@ from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, ge
 from episode import Row
 from rollout import Chat, answers
 from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
-from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, record_result, writable, write_atomically
+from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, read_json, record_result, writable, write_atomically
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
@@ -174,6 +174,20 @@ def table(rows):
     return "\n".join(lines)
 
 
+def check_fits(args, model, chat, moments):
+    """SystemExit where a moment and its rubric are longer than the model's context, or more layers are to be trained than there are: now, not in the middle of the work."""
+    if args.train_layers > model.config.layers:
+        die(f"--train_layers {args.train_layers}: the model has {model.config.layers}")
+    for m in moments:
+        if (n := len(chat.prompt(prompt(m.context()))) + 160) > model.config.max_positions:
+            die(f"{args.preferences} or {args.demonstrations}: the moment that begins '{m.said[0][:40]}' takes {n} tokens with its rubric, the model knows {model.config.max_positions} positions; shorten it")
+
+
+def unread(rater):
+    """A line that says how often the judge could not be read, "" where it always could."""
+    return f"\nthe judge could not be read in {rater.unreadable} of {rater.asked} cases, which count as no preference; give another --judge, or --judge_by" if rater.unreadable else ""
+
+
 def written(model, chat, pairs):
     """The rubric that the generator writes, greedily, for each pair's moment; None where it is none."""
     return [read(text) for text in LocalModel(model, chat).complete([prompt(p.moment.context()) for p in pairs], 160)]
@@ -214,6 +228,7 @@ def sft(args, rater, device, dtype):
     resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
+    check_fits(args, model, chat, moments + [p.moment for p in heldout])
     print(f"{args.model} on {device}, compute {dtype}; {len(moments)} moments to imitate, {len(heldout)} held-out pairs")
     learned, always = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
     rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, always(None), rater, found)]
@@ -234,7 +249,7 @@ def sft(args, rater, device, dtype):
     (run / "config.json").write_text(json.dumps(vars(args), indent=1), encoding="utf-8")
     keep(run, rows)
     rows = keep(run, measure("sft", heldout, written(model, chat, heldout), rater))
-    print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft\n\n{table(rows)}\n\nnext: python rubric.py prefer --run {run}")
+    print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft\n\n{table(rows)}\n{unread(rater)}\nnext: python rubric.py prefer --run {run}")
     return 0
 
 
@@ -249,6 +264,10 @@ def prefer(args, rater, device, dtype):
     if (run / "preferred").exists() and not begun.exists():
         die(f"{run}/preferred exists; remove it, or make another run")
     kept(run)                                              # damaged rows are found now, not after an hour
+    made = read_json(run / "config.json") if (run / "config.json").is_file() else vars(args)
+    for name in ("judge", "judge_by", "preferences"):
+        if made.get(name) != getattr(args, name):
+            die(f"--{name} {getattr(args, name)}: {run} was measured with {made.get(name)}, and its stages are compared; give the same, or make another run")
     train, heldout = ([p for p in pairs if p.split == split] for split in ("train", "heldout"))
     if args.group_size < 2 or args.lora < 1:
         die(f"--group_size {args.group_size} --lora {args.lora}: needs at least 2 rubrics of a moment, to compare, and adapters of rank 1 or more")
@@ -256,6 +275,7 @@ def prefer(args, rater, device, dtype):
         die(f"--pairs {args.pairs}: must be a multiple of --minibatches {args.minibatches}, and no more than the {len(train)} training pairs")
     model, tokenizer = load(str(run / "sft"), dtype, device)
     chat = Chat(tokenizer, model.config.vocab)
+    check_fits(args, model, chat, [p.moment for p in pairs])
     model.train_only_upper(args.train_layers)
     model.add_lora(args.lora, args.seed)
     parameters = [q for q in model.parameters() if q.requires_grad]
@@ -308,7 +328,7 @@ def prefer(args, rater, device, dtype):
     save(model, tokenizer, run / "preferred", base=str(run / "sft"))
     rows = keep(run, measure("preferred", heldout, written(model, chat, heldout), rater))
     begun.unlink()                                         # last: until all is measured, the same command goes on
-    print(f"saved {run}/preferred\n\n{table(rows)}\n\nnext: python rubric.py analyse {run}")
+    print(f"saved {run}/preferred\n\n{table(rows)}\n{unread(rater)}\nnext: python rubric.py analyse {run}")
     return 0
 
 
@@ -404,6 +424,8 @@ def show(args, rater, device, dtype):
     if args.rubric == "care":
         generated = Generated(make_backend(f"lm:{generator_folder(args.generator)}", args, dtype, device).complete)
         rubrics = generated.rubrics(moments)
+        if generated.invalid:
+            print(f"for {generated.invalid} of {generated.asked} moments {args.generator} wrote no rubric; the fixed one stands in\n")
     else:
         rubrics = [prior(m) if args.rubric == "care-prior" else FIXED for m in moments]
     R = rubric_scores(args.rubric, rater, [(m, reply, 0, True) for m, reply in zip(moments, replies)], rubrics)

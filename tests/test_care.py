@@ -248,6 +248,23 @@ def test_damaged_rows_are_named_before_anything_is_trained(line, tmp_path, capsy
         assert e.value.code == 2 and "rubrics.jsonl:2:" in capsys.readouterr().err
 
 
+def test_what_cannot_be_compared_or_does_not_fit_is_named_first(files, tiny_folder, tmp_path, capsys):
+    out = tmp_path / "care"
+    (out / "sft").mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps({"judge": "scripted", "judge_by": "text", "preferences": "other.jsonl"}))
+    with pytest.raises(SystemExit):                        # the stages of one run are compared pair by pair
+        run(files, "prefer", "--run", str(out))
+    assert "--preferences" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (files / "p.jsonl").read_text().splitlines()]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows + [{**ROW, "id": "long-1", "messages": [{"role": "user", "content": "Oh no. " * 3000}]}]))
+    (tmp_path / "d.jsonl").write_text((files / "d.jsonl").read_text())
+    for word, flags in (("'Oh no.", ()), ("--train_layers 9", ("--train_layers", "9"))):
+        with pytest.raises(SystemExit):
+            run(tmp_path, "sft", "--model", tiny_folder, "--out", str(tmp_path / "new"), "--train_layers", "1", *flags)
+        assert word in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert "3 of 4" in care.unread(SimpleNamespace(unreadable=3, asked=4)) and care.unread(ScriptedRater()) == ""
+
+
 @pytest.mark.parametrize("flag", ["--group_size", "--lora"])
 def test_prefer_needs_something_to_compare_and_to_train(flag, tmp_path, capsys):
     (tmp_path / "sft").mkdir()
