@@ -23,7 +23,7 @@ from appraisal import TABLES, content, look
 from backend import BudgetSpent, add_user_flags, check_user, make_users
 from evaluate import row, spread
 from rollout import TEMPLATES, Chat, check_budget, rollout
-from rundir import Flags, die, nonnegative, positive, record_result, writable
+from rundir import Flags, die, nonnegative, positive, record_result, seed_number, writable
 from scenarios import SPLITS, load_scenarios
 from simulator import DYNAMICS
 from stats import bootstrap, half_up, holm, mann_whitney, mean, paired_difference, spearman, wilson
@@ -180,7 +180,7 @@ def main(argv=None):
     p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply, its thoughts included (default: %(default)s)")
     p.add_argument("--max_tokens", type=positive(int), default=2048, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=nonnegative(float), default=0.8, help="of sampling, 0 = greedy; asides are always greedy (default: %(default)s)")
-    p.add_argument("--seed", type=nonnegative(int), default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
     # ---- machine
     p.add_argument("--batch", type=positive(int), default=60, help="dialogues at a time, in whole scenarios (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")

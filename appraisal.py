@@ -210,7 +210,7 @@ def hurts(reply, said, seen, early=False, earlier=(), feelings=(), cut=False):
     selfish = sum(w in FLIP for w in tokens) >= 4 and sum(w in FLIP for w in tokens) > 2 * sum(w.startswith("you") for w in tokens)
     found["role_swap"] = 1.0 if owned(told) & owned(low) or own_feeling else 0.5 * selfish
     plain = sum(w not in STOP for w in tokens) / max(1, total)                        # 1: no function word at all
-    chain = max((run.count(",") for run in re.findall(r"(?:\w+, ){3,}\w+", low)), default=0)
+    chain = max((run.count(",") for run in re.findall(r"\b(?:\w+, ){3,}\w+", low)), default=0)
     many = len({w for w in tokens if families(w)})
     found["stuffing"] = min(1.0, max((plain - 0.68) * 5 if total >= 5 else 0.0, (chain - 2) / 3, (many - 4) / 3, 0.0))
     found["early_advice"] = seen["advice"] if early and seen["advice"] > 0.5 else 0.0

@@ -33,7 +33,7 @@ import train_ppo
 from model import Cache, Critic, append, generate, sample, token_logprobs
 from rollout import Chat, answers, rollout
 from rubric import Reward, score
-from rundir import Flags, die, positive, record_result, writable
+from rundir import Flags, die, positive, record_result, seed_number, writable
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
 from train_grpo import trajectory_advantages, update
@@ -407,7 +407,7 @@ def main():
     common.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="compute dtype of both sides")
     common.add_argument("--threads", type=positive(int), default=torch.get_num_threads(), help="CPU threads of both sides")
     common.add_argument("--repeats", type=positive(int), default=3, help="measured rounds; the median counts")
-    common.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    common.add_argument("--seed", type=seed_number, default=0, help="of prompts and sampling")
     common.add_argument("--record", type=writable, metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
     m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")
     m.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows")

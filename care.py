@@ -10,6 +10,7 @@ Published is the outline (CARE, abstract); all mechanics, constants, prompts and
     python rubric.py prefer --run runs/care        preference RL on top of it
     python rubric.py analyse runs/care             dimensions by turn and mood, preference accuracy
 """
+import hashlib
 import json
 import sys
 import time
@@ -25,13 +26,13 @@ from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, ge
 from episode import Row
 from rollout import Chat, answers
 from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
-from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, read_json, record_result, writable, write_atomically
+from rundir import Flags, StopOnInterrupt, die, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
 from stats import bootstrap, half_up, paired_difference
-from train_sft import fit, load_demonstrations
-from weights import load, pick_device, pick_dtype, resolve, save
+from train_sft import fit, read_demonstrations
+from weights import load, pick_device, pick_dtype, resolve, save, weights_stamp
 
 Pair = namedtuple("Pair", "id dialogue split moment chosen rejected fault")
 
@@ -87,10 +88,9 @@ def pair_problem(row):
 
 def lessons(pairs, demonstrations, seed):
     """Moments to imitate care-prior on: those of the training pairs, and two of each demonstration dialogue, at a mood drawn at random, since the rubric depends on it."""
-    load_demonstrations(demonstrations)                    # SystemExit on a row that does not fit
     rng, intents = np.random.default_rng(seed), {s.id: s.intent for s in load_scenarios(DATA / "scenarios.jsonl")}
     out = [p.moment for p in pairs if p.split == "train"]
-    for number, row, problem in read_lines(demonstrations):
+    for number, row in read_demonstrations(demonstrations):
         text, intent = [m["content"] for m in row["messages"]], intents.get(row.get("scenario"), row.get("intent"))
         if intent not in INTENTS:
             die(f"{demonstrations}:{number}: field 'scenario': not one of ours, and no field 'intent'")
@@ -197,7 +197,7 @@ def keep(run, rows):
     """Replace these stages' rows in RUN/rubrics.jsonl."""
     stages = {r["stage"] for r in rows}
     everything = [r for r in kept(run) if r["stage"] not in stages] + rows
-    write_atomically(run / "rubrics.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in everything).encode())
+    write_rows(run / "rubrics.jsonl", everything)
     return everything
 
 
@@ -218,7 +218,10 @@ def kept(run):
 def sft(args, rater, device, dtype):
     """Negative log-likelihood of care-prior's rubric given the moment; measured on the held-out pairs before and after."""
     run, pairs = Path(args.out), load_preferences(args.preferences)
-    if run.exists():
+    trained = (run / "sft" / "model.safetensors").is_file() and not any(r["stage"] == "sft" for r in kept(run))      # stopped before it was measured
+    if trained and (other := [k for k, v in read_json(run / "config.json").items() if k != "threads" and not k.startswith("server_") and v != getattr(args, k, None)]):
+        die(f"--out {run} was made with another --{other[0]}, and is not measured yet; give the same, or remove it")
+    if run.exists() and not trained:
         die(f"--out {run} exists; give another name or remove it")
     try:
         run.parent.mkdir(parents=True, exist_ok=True)      # before the work, not after it
@@ -226,30 +229,34 @@ def sft(args, rater, device, dtype):
         die(f"--out {run}: {e.strerror}; give another folder")
     moments, heldout = lessons(pairs, args.demonstrations, args.seed), [p for p in pairs if p.split == "heldout"]
     resolve(args.model)
-    model, tokenizer = load(args.model, dtype, device)
-    chat = Chat(tokenizer, model.config.vocab)
+    model, tokenizer = load(str(run / "sft") if trained else args.model, dtype, device)
+    chat, began = Chat(tokenizer, model.config.vocab), time.time()
     check_fits(args, model, chat, moments + [p.moment for p in heldout])
     print(f"{args.model} on {device}, compute {dtype}; {len(moments)} moments to imitate, {len(heldout)} held-out pairs")
-    learned, always = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
-    rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, always(None), rater, found)]
-    rows += measure("fixed", heldout, always(FIXED), rater) + measure("constant", heldout, always(constant(learned, rater)), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater)
-    rows += measure("base", heldout, written(model, chat, heldout), rater)
-    model.train_only_upper(args.train_layers)
-    if args.lora:
-        model.add_lora(args.lora, args.seed)
-    began, train = time.time(), []
-    for m in moments:
-        row, ids = Row(), chat.plain(str(prior(m))) + [chat.eot]
-        row.environment(chat.prompt(prompt(m.context())))
-        row.policy(ids, [0.0] * len(ids), 0)
-        train.append(row)
-    losses = fit(model, chat, train, args.epochs, args.lr, args.batch, args.seed)
-    run.mkdir(parents=True)
-    save(model, tokenizer, run / "sft", base=str(resolve(args.model)))
-    (run / "config.json").write_text(json.dumps(vars(args), indent=1), encoding="utf-8")
-    keep(run, rows)
+    if trained:
+        print(f"{run}/sft is trained, and is measured now")
+    else:
+        learned, always = [p for p in pairs if p.split == "train"], lambda rubric: [rubric] * len(heldout)
+        rows = [row for name, found in rote(learned, heldout).items() for row in measure(name, heldout, always(None), rater, found)]
+        rows += measure("fixed", heldout, always(FIXED), rater) + measure("constant", heldout, always(constant(learned, rater)), rater) + measure("care-prior", heldout, [prior(p.moment) for p in heldout], rater)
+        rows += measure("base", heldout, written(model, chat, heldout), rater)
+        model.train_only_upper(args.train_layers)
+        if args.lora:
+            model.add_lora(args.lora, args.seed)
+        train = []
+        for m in moments:
+            row, ids = Row(), chat.plain(str(prior(m))) + [chat.eot]
+            row.environment(chat.prompt(prompt(m.context())))
+            row.policy(ids, [0.0] * len(ids), 0)
+            train.append(row)
+        losses = fit(model, chat, train, args.epochs, args.lr, args.batch, args.seed)
+        run.mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps(vars(args), indent=1), encoding="utf-8")
+        keep(run, rows)
+        save(model, tokenizer, run / "sft", base=str(resolve(args.model)))
+        print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft")
     rows = keep(run, measure("sft", heldout, written(model, chat, heldout), rater))
-    print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {run}/sft\n\n{table(rows)}\n{unread(rater)}\nnext: python rubric.py prefer --run {run}")
+    print(f"\n{table(rows)}\n{unread(rater)}\nnext: python rubric.py prefer --run {run}")
     return 0
 
 
@@ -260,7 +267,7 @@ def prefer(args, rater, device, dtype):
     run, pairs = Path(args.run), load_preferences(args.preferences)
     if not (run / "sft").is_dir():
         die(f"--run {run}: no generator there; python rubric.py sft --out {run} makes one")
-    begun, records = run / "prefer.pt", []
+    begun = run / "prefer.pt"
     if (run / "preferred").exists() and not begun.exists():
         die(f"{run}/preferred exists; remove it, or make another run")
     kept(run)                                              # damaged rows are found now, not after an hour
@@ -282,18 +289,8 @@ def prefer(args, rater, device, dtype):
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     how = SimpleNamespace(epochs=1, minibatches=args.minibatches, max_turns=1, max_new_tokens=160, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=args.kl, grad_clip=1.0)
     flags = {k: v for k, v in vars(args).items() if k not in ("run", "steps", "threads", "demonstrations") and not k.startswith("server_")}
-    if begun.exists():
-        try:
-            state = torch.load(begun, weights_only=True)
-            other = [f"--{k} {state['flags'].get(k)}" for k in flags if state["flags"].get(k) != flags[k]]
-            records = json.loads(state["log"])
-        except Exception as e:
-            die(f"{begun}: cannot be read ({type(e).__name__}); remove it to begin anew")
-        if other:
-            die(f"{begun} was begun with {', '.join(other)}; give the same to go on, or remove it to begin anew")
-        model.load_state_dict(state["adapters"], strict=False)
-        optimizer.load_state_dict(state["optimizer"])
-        print(f"{begun} has {len(records)} steps, going on from there")
+    flags |= {"of sft/": weights_stamp(run / "sft"), "of --preferences": hashlib.sha256(repr(pairs).encode()).hexdigest()}
+    records = take_up(begun, flags, model, optimizer, args.steps)
     with StopOnInterrupt() as stop:
         spent = None
         for step in range(len(records), args.steps):
@@ -315,9 +312,8 @@ def prefer(args, rater, device, dtype):
             record = {"step": step + 1, "reward": float(np.mean(worth)), "right": float(np.mean([((m or 0) > 0) + 0.5 * (not m) for m in found])), "invalid": float(np.mean([r is None for r in rubrics])),
                       "weight_entropy": float(np.mean([r.entropy for r in rubrics if r])) if any(rubrics) else 0.0, "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
             records.append(record)
-            adapters = {k: v for k, v in model.state_dict().items() if "lora_" in k}
-            write_atomically(begun, lambda f: torch.save({"flags": flags, "adapters": adapters, "optimizer": optimizer.state_dict(), "log": json.dumps(records)}, f))
-            write_atomically(run / "prefer.jsonl", "".join(json.dumps(r) + "\n" for r in records).encode())
+            keep_begun(begun, flags, model, optimizer, records)
+            write_rows(run / "prefer.jsonl", records)
             print(f"step {step + 1:3d}  prefers the chosen {100 * record['right']:.1f} %  no rubric {100 * record['invalid']:.1f} %  entropy of weights {record['weight_entropy']:.2f}  "
                   f"kl to imitation {metrics['kl_reference']:.4f}  flat groups {flat:.2f}  {record['seconds']:.0f} s", flush=True)
             if stop.asked:
@@ -342,6 +338,8 @@ def strict_share(rows):
 def analyse(args):
     """Tables of RUN/rubrics.jsonl (of several runs: all together, accuracies run by run too), and RUN/rubrics.svg of the first."""
     runs = {}
+    if twice := next((run for run, n in Counter(str(Path(r).resolve()) for r in args.runs).items() if n > 1), None):
+        die(f"{twice} is named twice, and would count twice")
     for run in args.runs:
         runs[run] = kept(run) if (Path(run) / "rubrics.jsonl").is_file() else die(f"{run}: no rubrics.jsonl; python rubric.py sft --out {run} makes one")
         if not runs[run]:
@@ -403,8 +401,12 @@ def show(args, rater, device, dtype):
         found, problems = read_rows(args.rows)
         if not args.row < len(found):
             die(f"--row {args.row}: {args.rows} has {len(found)} rows, counted from 0{f'; {problems[0]}' if problems else ''}")
+        for problem in problems[:5]:
+            print(problem, file=sys.stderr)
         row = found[args.row]
         history, _ = history_of(row)
+        if [h["role"] for h in history] != [("user", "assistant")[i % 2] for i in range(len(history))] or len(history) < 2:
+            die(f"{args.rows}: row {args.row}: its turns are not user, assistant, user, ...; show another --row")
         said, replies, emotions = [h["content"] for h in history[::2]], [h["content"] for h in history[1::2]], [h.get("emotion-point") for h in history[::2]]
         if None in emotions[:len(replies)]:
             die(f"{args.rows}: row {args.row}: a user's turn has no field 'emotion-point'")
@@ -413,8 +415,7 @@ def show(args, rater, device, dtype):
         if intent not in INTENTS:
             die(f"{args.rows}: row {args.row} says nothing of its intention; show rows that evaluate.py run --out wrote")
     else:
-        load_demonstrations(args.demonstrations)
-        row = next((row for _, row, _ in read_lines(args.demonstrations) if args.id in ("", row.get("id"))), None) or die(f"--id {args.id}: no such dialogue in {args.demonstrations}")
+        row = next((row for _, row in read_demonstrations(args.demonstrations) if args.id in ("", row.get("id"))), None) or die(f"--id {args.id}: no such dialogue in {args.demonstrations}")
         scenario = {s.id: s for s in load_scenarios(DATA / "scenarios.jsonl")}.get(row.get("scenario")) or die(f"{args.demonstrations}: dialogue {row.get('id')}: field 'scenario': not one of ours")
         text, user, intent = [m["content"] for m in row["messages"]], ScriptedUser(scenario), scenario.intent
         said, replies, emotions = text[::2], text[1::2], [user.emotion]
@@ -450,7 +451,7 @@ def main(argv=None):
     p.add_argument("--judge", default="scripted", metavar="WHO", help="who marks replies by the rubric: scripted, lm:MODEL or server:URL#MODEL (default: %(default)s)")
     p.add_argument("--judge_by", default="text", choices=["text", "logits"], help="how a language judge is read (default: %(default)s)")
     p.add_argument("--demonstrations", default=str(Path("data") / "demonstrations.jsonl"), help="dialogues, by scenario (default: %(default)s)")
-    p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="fixes everything (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
     add_server_flags(p)
@@ -478,7 +479,11 @@ def main(argv=None):
         p.add_argument("--minibatches", type=positive(int), default=2, help="optimiser steps a batch (default: %(default)s)")
         p.add_argument("--lr", type=positive(float), default=1e-3, help="learning rate of AdamW, of the adapters (default: %(default)s)")
         p.add_argument("--kl", type=positive(float), default=0.02, help="weight of the k3 penalty to the generator after imitation (default: %(default)s)")
-    args, _ = p.parse(argv[1:])
+    args, given = p.parse(argv[1:])
+    if args.judge == "scripted" and "judge_by" in given:
+        die(f"--judge_by {args.judge_by}: of a language judge; the scripted one is not read, add --judge lm:MODEL or server:URL#MODEL")
+    if what == "show" and (args.rows and "id" in given or not args.rows and "row" in given):
+        die("--row is of --rows FILE, --id of --demonstrations; give a pair that fits")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.judge != "scripted":

@@ -18,7 +18,7 @@ import torch
 
 from model import Cache, append, sample
 from rollout import Chat, add_template_flags, check_template, perceive, trained_template
-from rundir import Flags, die, positive
+from rundir import Flags, die, positive, seed_number
 from scenarios import load_memories, load_scenarios
 from simulator import DYNAMICS, ScriptedUser, ScriptedUsers
 from weights import load, pick_device, pick_dtype, resolve
@@ -108,7 +108,7 @@ def main(argv=None):
     p.add_argument("--memory", default="none", metavar="none|FILE", help="with --user: what the policy is told of earlier talks with this person, data/memories.jsonl (default: %(default)s)")
     add_template_flags(p)
     p.add_argument("--max_tokens", type=positive(int), help="tokens per dialogue (default: what the model knows)")
-    p.add_argument("--seed", type=int, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="the same seed and the same lines: the same replies (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; fp16 is refused (default: %(default)s)")
     p.add_argument("--device", default="auto", choices=["auto", "cuda", "mps", "cpu"], help="auto: cuda, then mps, then cpu (default: %(default)s)")
     args, given = p.parse(argv)

@@ -21,7 +21,7 @@ import report
 from appraisal import STOP, words
 from backend import BudgetSpent, LocalModel, Server, add_server_flags, check_backend, make_backend
 from rollout import ASKED, SYSTEM, Chat, add_template_flags, check_budget, rollout, trained_template
-from rundir import Flags, die, nonnegative, positive, record_result, writable
+from rundir import Flags, die, nonnegative, positive, record_result, seed_number, writable
 from scenarios import read_lines
 from simulator import UserTurn
 from stats import bootstrap, half_up, mean
@@ -330,7 +330,7 @@ def main(argv=None):
     p.add_argument("--max_tokens", type=positive(int), help="tokens a dialogue, everything counted (default: 8192, or the model's positions)")
     add_template_flags(p)
     p.add_argument("--temperature", type=nonnegative(float), default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
-    p.add_argument("--seed", type=nonnegative(int), default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
     # ---- judge and machine
     p.add_argument("--judge_tokens", type=positive(int), default=400, help="most tokens of a verdict, its thoughts included (default: %(default)s)")
     add_server_flags(p)

@@ -32,12 +32,12 @@ from backend import SCRIPTED, BudgetSpent, add_user_flags, check_user, make_user
 from emotions import LABELS, felt_by, regulation
 from episode import Episode, Row, transcript
 from rollout import TEMPLATES, Chat, add_template_flags, check_budget, check_template, rollout
-from rundir import Flags, die, positive, read_json, record_result, writable, write_atomically
+from rundir import Flags, die, positive, read_json, record_result, seed_number, writable, write_atomically
 from scenarios import SPLITS, STATES, load_memories, load_scenarios
 from scores import by_scenario, gaming, gaming_line, read_rows
 from simulator import BANDS, DYNAMICS, UserTurn
 from stats import bootstrap, half_up, mean, paired_difference
-from weights import load, pick_device, pick_dtype, resolve
+from weights import load, pick_device, pick_dtype, resolve, weights_stamp
 
 
 # ---------------------------------------------------------------------------------------------- playing
@@ -189,12 +189,6 @@ def revive(row, scenarios, states):
         e.perceived += [tuple(reply["perceived"])] if "perceived" in reply else []
         e.turns.append(UserTurn(user["content"], user["emotion-point"], user["planning"]["change"], user["planning"]["analyse"], False, "", False, user["parts"]))
     return e
-
-
-def weights_stamp(folder):
-    """Tells one state of a model's files from another without reading them: names, sizes and times of change."""
-    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def finished_batches(path, stamp, asked, scenarios, repeats, size):
@@ -370,7 +364,7 @@ def main(argv=None):
     add_template_flags(p)
     p.add_argument("--max_tokens", type=positive(int), default=1024, help="tokens a dialogue, everything counted (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="of sampling, 0 = greedy (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="same seed, same batch, same machine: same dialogues (default: %(default)s)")
     p.add_argument("--seeds", type=positive(int), default=1, help="how many seeds from --seed on; more than one: also mean +- SD over them, as the papers print (default: %(default)s)")
     # ---- machine
     p.add_argument("--batch", type=positive(int), default=64, help="dialogues at a time (default: %(default)s)")

@@ -20,7 +20,7 @@ import torch
 from emotions import EDF, LABELS, read_perceptions, regulate
 from episode import Episode, Row, coloured, transcript
 from model import Cache, append, sample
-from rundir import Flags, die, positive, read_json
+from rundir import Flags, die, positive, read_json, seed_number
 from weights import load, pick_device, pick_dtype
 
 AFTER = 256                                                # tokens of a user's last line that Episode.beyond keeps, for a critic to read
@@ -367,7 +367,7 @@ def main():
     p.add_argument("--turns", type=positive(int), default=3, help="replies (default: %(default)s)")
     p.add_argument("--max_new_tokens", type=positive(int), default=48, help="tokens a reply (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, 0 = greedy (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=seed_number, default=0)
     args, _ = p.parse()
     from scenarios import load_scenarios
     from simulator import ScriptedUsers

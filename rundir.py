@@ -45,6 +45,7 @@ class Flags(argparse.ArgumentParser):
     def parse(self, argv=None):
         """-> (namespace, set of the names that stood on the command line)."""
         argv = sys.argv[1:] if argv is None else argv
+        sys.excepthook = interrupted
         args, unknown = self.parse_known_args(argv)
         if unknown:
             flags = [o for a in self._actions for o in a.option_strings if o.startswith("--")]
@@ -74,6 +75,17 @@ def nonnegative(kind):
         return value
     read.__name__ = f"nonnegative {kind.__name__}"
     return read
+
+
+def seed_number(text):
+    """argparse type: a whole number from 0 to 10^12, so that a seed with a step's number added still fits a generator's 64 bits."""
+    value = int(text)
+    if not 0 <= value <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 10^12")
+    return value
+
+
+seed_number.__name__ = "whole number"                      # as argparse calls it
 
 
 def writable(text):
@@ -220,7 +232,8 @@ def cpu_name():
 
 def record_result(path, result):
     """Append one measured result to a .jsonl file together with what made it: command, commit, machine, versions, date (UTC)."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD") + "-dirty" * bool(git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"))       # an earlier result is no change of the code
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     made = {"command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": commit or None, "machine": machine,
             "torch": torch.__version__, "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
@@ -229,7 +242,48 @@ def record_result(path, result):
         f.write(json.dumps({**result, **made}) + "\n")
 
 
+def write_rows(path, rows):
+    """A .jsonl file of these rows, atomically."""
+    write_atomically(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
+
+
+# ---------------------------------------------------------------------------------------------- a loop that goes on
+def keep_begun(path, flags, model, optimizer, records):
+    """Write what a loop without a RunDir needs to go on, atomically: what it was begun with, the parameters that are trained, the optimizer's state (or None), a record of each step."""
+    trained = {k: v for k, v in model.named_parameters() if v.requires_grad}
+    state = {"flags": flags, "trained": trained, "optimizer": optimizer and optimizer.state_dict(), "log": json.dumps(records)}
+    write_atomically(path, lambda f: torch.save(state, f))
+
+
+def take_up(path, flags, model, optimizer, steps):
+    """-> the records of a loop that keep_begun kept, model and optimizer (or None) put where they were; [] where there is none. SystemExit where it was begun with other flags, is further
+    than `steps`, or can't be read. A flag named "of X" is what X held."""
+    if not path.exists():
+        return []
+    try:
+        state = torch.load(path, weights_only=True, map_location=next(model.parameters()).device)
+        other, records = [k for k in flags if state["flags"].get(k) != flags[k]], json.loads(state["log"])
+        if not other:
+            missing = {k for k, v in model.named_parameters() if v.requires_grad} - state["trained"].keys()
+            assert not model.load_state_dict(state["trained"], strict=False).unexpected_keys and not missing
+            if optimizer:
+                optimizer.load_state_dict(state["optimizer"])
+    except Exception as e:
+        die(f"{path}: cannot be read ({type(e).__name__}); remove it to begin anew")
+    if other:
+        die(f"{path} was begun with " + ", ".join(f"another {k[3:]}" if k.startswith("of ") else f"--{k} {state['flags'].get(k)}" for k in other) + "; give the same to go on, or remove it to begin anew")
+    if len(records) > steps:
+        die(f"{path} has {len(records)} steps already, more than {steps}; ask for more, or remove it to begin anew")
+    print(f"{path} has {len(records)} steps, going on from there")
+    return records
+
+
 # ---------------------------------------------------------------------------------------------- Ctrl-C
+def interrupted(kind, value, trace):
+    """sys.excepthook: Ctrl-C where nothing is to be saved ends in one line, everything else in its traceback."""
+    print("stopped", file=sys.stderr) if issubclass(kind, KeyboardInterrupt) else sys.__excepthook__(kind, value, trace)
+
+
 class StopOnInterrupt:
     """Inside `with`: the first Ctrl-C (or SIGTERM) asks the loop to finish its step and save; the second one ends at once."""
     def __enter__(self):

@@ -25,11 +25,11 @@ from emotions import LABELS, Utterance, classification, consistency, iou, majori
 from episode import Row
 from model import Cache, append
 from rollout import Chat, answers
-from rundir import Flags, StopOnInterrupt, die, nonnegative, positive, read_json, record_result, writable
+from rundir import Flags, StopOnInterrupt, die, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
 from stats import bootstrap, half_up
 from train_grpo import trajectory_advantages, update
 from train_sft import fit
-from weights import load, pick_device, pick_dtype, resolve, save
+from weights import load, pick_device, pick_dtype, resolve, save, weights_stamp
 
 HISTORY = 4                                                # lines of the dialogue that either role sees
 
@@ -176,10 +176,12 @@ def self_grpo(args, us, device, dtype):
     found = [evaluate(model, chat, heldout, start)]
     model.train_only_upper(args.train_layers)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    begun, flags = run / "grpo.pt", begun_with(args, us)
+    records = take_up(begun, flags, model, optimizer, args.steps)
     how = SimpleNamespace(epochs=1, minibatches=2, max_turns=1, max_new_tokens=12, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1.0)
     size = args.batch - args.batch % 2 or 2
     with StopOnInterrupt() as stop:
-        for step in range(args.steps):
+        for step in range(len(records), args.steps):
             began, order = time.time(), np.random.default_rng([args.seed, step // (len(train) // size), 5]).permutation(len(train))
             at = step % (len(train) // size) * size
             batch = [train[i] for i in order[at:at + size]]
@@ -192,11 +194,14 @@ def self_grpo(args, us, device, dtype):
                       "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
             if (step + 1) % args.eval_every == 0:
                 record["dev"] = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
-            log(run / "grpo.jsonl", record, step == 0)
+            records.append(record)
+            write_rows(run / "grpo.jsonl", records)
             print(f"step {step + 1:3d}  reward {record['reward']:.3f}  right {100 * record['right']:.1f} %  unread {100 * record['unread']:.1f} %  flat groups {flat:.2f}  {f'''dev {record['dev']:.1f}  ''' if 'dev' in record else ''}{record['seconds']:.0f} s", flush=True)
-            if stop.asked:
-                break
+            if stop.asked and step + 1 < args.steps:
+                keep_begun(begun, flags, model, optimizer, records)
+                stopped(begun, len(records), args.steps)
     save(model, tokenizer, run / "grpo", base=str(run / start))
+    begun.unlink(missing_ok=True)
     found.append(evaluate(model, chat, heldout, "SELF-GRPO"))
     return found
 
@@ -221,8 +226,12 @@ def fly(args, us, device, dtype):
     found = [evaluate(model, chat, heldout, start)]
     best = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
     print(f"dev before the first round {best:.1f}")
+    model.train_only_upper(args.train_layers)
+    begun, flags = run / "fly.pt", begun_with(args, us)
+    records = take_up(begun, flags, model, None, args.rounds)
+    best = max([best] + [r["dev"] for r in records])
     with StopOnInterrupt() as stop:
-        for round_ in range(args.rounds):
+        for round_ in range(len(records), args.rounds):
             began, rng = time.time(), np.random.default_rng([args.seed, round_, 9])
             chosen = [seeds[i] for i in rng.permutation(len(seeds))[:args.lines]]
             targets = [LABELS[(i + round_) % 7] for i in range(len(chosen))]                          # every emotion equally often
@@ -240,21 +249,23 @@ def fly(args, us, device, dtype):
             rows = [row for u, t in kept for row in (lesson(chat, understand(u), t), lesson(chat, express(u.lines[:-1], u.speaker, t), u.lines[-1][1]))]
             before = {k: v.clone() for k, v in model.state_dict().items()} if args.guard else None
             if rows:
-                model.train_only_upper(args.train_layers)
                 fit(model, chat, rows, 1, args.lr, 16, args.seed + round_)
             seen = evaluate(model, chat, dev, "dev", quiet=True)
             record = {"round": round_ + 1, "lines": len(new), "kept": len(kept) / len(new), "kept_by_label": Counter(t for _, t in kept), "dev": seen["accuracy"], "label_entropy": seen["label_entropy"],
                       "agreement": float(np.mean([np.mean(consistency([a or frozenset({i}) for i, a in enumerate(g)])) for g in groups])), "seconds": round(time.time() - began, 1)}
-            log(run / "fly.jsonl", record, round_ == 0)
+            records.append(record)
+            write_rows(run / "fly.jsonl", records)
             print(f"round {round_ + 1}  kept {100 * record['kept']:.1f} % of {len(new)}  agreement {record['agreement']:.2f}  dev accuracy {record['dev']:.1f}  entropy of labels {record['label_entropy']:.2f}  {record['seconds']:.0f} s", flush=True)
             if args.guard and seen["accuracy"] < best - args.tolerance:
                 print(f"--guard: accuracy on gold fell from {best:.1f} to {seen['accuracy']:.1f}; this round is taken back, and it was the last")
                 model.load_state_dict(before)
                 break
             best = max(best, seen["accuracy"])
-            if stop.asked:
-                break
+            if stop.asked and round_ + 1 < args.rounds:
+                keep_begun(begun, flags, model, None, records)
+                stopped(begun, len(records), args.rounds)
     save(model, tokenizer, run / "fly", base=str(run / start))
+    begun.unlink(missing_ok=True)
     found.append(evaluate(model, chat, heldout, "flywheel"))
     return found
 
@@ -270,9 +281,15 @@ def begin(args, us, device, dtype):
     return model, tokenizer, Chat(tokenizer, model.config.vocab), args.start, unlabelled(us, made["unlabelled"], made["seed"])
 
 
-def log(path, record, new):
-    with open(path, "w" if new else "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
+def begun_with(args, us):
+    """What a stage that was stopped must be gone on with: its flags, the model it starts from, the utterances."""
+    flags = {k: v for k, v in vars(args).items() if k not in ("what", "run", "steps", "rounds", "threads", "record", "emotions")}
+    return flags | {"of --start": weights_stamp(Path(args.run) / args.start), "of --emotions": hashlib.sha256(repr(us).encode()).hexdigest()}
+
+
+def stopped(begun, done, wanted):
+    print(f"stopped: {done} of {wanted} are in {begun}, and the same command goes on", file=sys.stderr)
+    raise SystemExit(130)
 
 
 # ---------------------------------------------------------------------------------------------- flags
@@ -282,7 +299,7 @@ def main(argv=None):
     p.add_argument("what", choices=["sft", "grpo", "fly", "test"])
     what = p.parse(argv[:1])[0].what
     p = Flags(prog=f"selfplay.py {what}", description={"sft": sft, "grpo": self_grpo, "fly": fly, "test": evaluate}[what].__doc__)
-    p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=0, help="fixes everything (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
     p.add_argument("--record", type=writable, metavar="FILE", help="append the scores, with command, commit and machine, to this .jsonl")

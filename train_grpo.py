@@ -30,7 +30,7 @@ from model import token_logprobs
 from report import training_page
 from rollout import Chat, add_template_flags, check_budget, check_template, overlapped, rollout
 from rubric import add_reward_flags
-from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive
+from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive, seed_number
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
 from weights import DTYPES, build, load, pick_device, pick_dtype, resolve, save
@@ -46,7 +46,7 @@ p = Flags(description=__doc__, epilog="flags marked *, by preset:\n" + "\n".join
 p.add_argument("--preset", default="auto", choices=["auto", *PRESETS], help="auto = gpu on an accelerator, else laptop; sets the flags marked *")
 p.add_argument("--run", default="runs/grpo", help="folder of this run; must not exist (default: %(default)s)")
 p.add_argument("--resume", metavar="RUN", help="continue the run in this folder with its own flags; only --steps, --threads, --server_calls and --server_parallel may be given beside it")
-p.add_argument("--seed", type=nonnegative(int), default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
+p.add_argument("--seed", type=seed_number, default=0, help="fixes everything: same seed, same machine, same result (default: %(default)s)")
 p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
 # ---- model
 p.add_argument("--model", help="* smollm2-135m, hub name, HF folder or .gguf")

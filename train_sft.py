@@ -22,8 +22,8 @@ from emotions import EDF, felt_by, regulate
 from episode import Row, collate, micro_batches
 from model import token_logprobs
 from rollout import ASKED, Chat
-from rundir import Flags, die, nonnegative, positive
-from scenarios import load_scenarios
+from rundir import Flags, die, nonnegative, positive, seed_number
+from scenarios import load_scenarios, read_lines
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
 Demonstration = namedtuple("Demonstration", "lines feeling", defaults=["neutral"])
@@ -31,37 +31,32 @@ DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
-def load_demonstrations(path):
-    """[Demonstration([user line, reply, user line, reply, ...], what the user feels), ...] from JSONL rows {"messages": [{"role", "content"}, ...]}.
-
-    Roles alternate, user first, assistant last. The feeling is that of the row's "scenario", where it names one of ours, else neutral. SystemExit with file:line: field on the first row that does not fit.
-    """
-    path, dialogues, feelings = Path(path), [], {s.id: felt_by(s)[0] for s in load_scenarios(DATA / "scenarios.jsonl")}
-    if not path.is_file():
+def read_demonstrations(path):
+    """[(line number, row), ...] of JSONL rows {"messages": [{"role", "content"}, ...]}: roles alternate, user first, assistant last; "id", "scenario" and "intent" are texts where they are given.
+    SystemExit with file:line: field on the first row that does not fit."""
+    if not Path(path).is_file():
         die(f"{path}: no such file of demonstrations")
-    try:
-        lines = path.read_bytes().decode("utf-8").strip("\n").split("\n")
-    except UnicodeDecodeError:
-        die(f"{path}: not UTF-8; save the file as UTF-8")
-    for number, line in enumerate(lines if lines != [""] else [], 1):
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-            messages = row["messages"]
-        except json.JSONDecodeError as e:
-            die(f"{where}: broken JSON ({e.msg})")
-        except (KeyError, TypeError):
-            die(f"{where}: field 'messages': missing")
+    out = []
+    for number, row, problem in read_lines(path):
+        where, messages = f"{path}:{number}", (row or {}).get("messages")
+        if problem or "messages" not in row:
+            die(f"{where}: " + (problem or "field 'messages': missing"))
+        if name := next((k for k in ("id", "scenario", "intent") if not isinstance(row.get(k, ""), str)), None):
+            die(f"{where}: field '{name}': must be a string")
         for i, m in enumerate(messages if isinstance(messages, list) else []):
             role = ("user", "assistant")[i % 2]
             if not isinstance(m, dict) or m.get("role") != role or not isinstance(m.get("content"), str) or not m["content"].strip():
                 die(f"{where}: field 'messages': message {i + 1} must be {{\"role\": \"{role}\", \"content\": some text}}")
         if not isinstance(messages, list) or not messages or len(messages) % 2:
             die(f"{where}: field 'messages': needs a list of user and assistant messages that ends with the assistant's")
-        dialogues.append(Demonstration([m["content"] for m in messages], feelings.get(str(row.get("scenario")), "neutral")))
-    if not dialogues:
-        die(f"{path}: empty file of demonstrations")
-    return dialogues
+        out.append((number, row))
+    return out or die(f"{path}: empty file of demonstrations")
+
+
+def load_demonstrations(path):
+    """[Demonstration([user line, reply, user line, reply, ...], what the user feels), ...] of a file as read_demonstrations wants it. The feeling is that of the row's "scenario", where it names one of ours, else neutral."""
+    feelings = {s.id: felt_by(s)[0] for s in load_scenarios(DATA / "scenarios.jsonl")}
+    return [Demonstration([m["content"] for m in row["messages"]], feelings.get(row.get("scenario"), "neutral")) for _, row in read_demonstrations(path)]
 
 
 def demonstration_rows(chat, lines, feeling="neutral"):
@@ -161,7 +156,7 @@ def main():
     p.add_argument("--batch", type=positive(int), default=DEFAULTS["batch"], help="dialogues a step (default: %(default)s)")
     p.add_argument("--train_layers", type=nonnegative(int), default=DEFAULTS["train_layers"], help="train the upper N layers and the final norm only; 0 = everything (default: %(default)s)")
     p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="compute dtype; masters are fp32 (default: %(default)s)")
-    p.add_argument("--seed", type=nonnegative(int), default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
+    p.add_argument("--seed", type=seed_number, default=DEFAULTS["seed"], help="order of the dialogues (default: %(default)s)")
     p.add_argument("--threads", type=positive(int), help="CPU threads (default: torch's choice)")
     p.add_argument("--template", default="none", choices=["none", "edf"], help="edf: imitate the feeling's name before each reply too, and the reply to its aim (default: %(default)s)")
     args, _ = p.parse()

@@ -83,6 +83,12 @@ def resolve(name, flag="--model"):
         die(f"{flag} {name}: not found on the hub, or no connection ({type(e).__name__}); --model smollm2-135m needs no hub")
 
 
+def weights_stamp(folder):
+    """Tells one state of a model's files from another without reading them: names, sizes and times of change."""
+    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
 def load(name, dtype=torch.float32, device="cpu"):
     """-> (Policy on device, tokenizer). name: smollm2-135m | hub name | HF folder | .gguf. fp32 parameters, every shape checked."""
     path = resolve(name)
@@ -96,9 +102,9 @@ def load(name, dtype=torch.float32, device="cpu"):
             tokenizer = AutoTokenizer.from_pretrained(path)
             state = {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
     except Exception as e:                                 # broken JSON, cut-off safetensors or gguf, an architecture transformers doesn't know
-        die(f"--model {name}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}); fetch or save it again")
+        die(f"model {name}: cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}); fetch or save it again")
     if broken := next((k for k, v in state.items() if v.is_floating_point() and not torch.isfinite(v.sum())), None):
-        die(f"--model {name}: {broken} is not finite (nan or infinity): the checkpoint is broken; use an earlier one")
+        die(f"model {name}: {broken} is not finite (nan or infinity): the checkpoint is broken; use an earlier one")
     return build(hf_config, state, dtype).to(device), tokenizer
 
 

@@ -160,6 +160,28 @@ def test_imitate_prefer_analyse_and_use(files, tiny_folder, tmp_path, monkeypatc
     assert "preferred exists" in capsys.readouterr().err
 
 
+def test_imitation_stopped_before_it_was_measured_is_measured_by_the_same_command(files, tiny_folder, tmp_path, monkeypatch, capsys):
+    a, b, real = tmp_path / "a", tmp_path / "b", care.measure
+    flags = ("--model", tiny_folder, "--epochs", "1", "--train_layers", "1")
+    run(files, "sft", "--out", str(a), *flags)
+
+    def killed(stage, *args):
+        if stage == "sft":
+            raise KeyboardInterrupt
+        return real(stage, *args)
+    monkeypatch.setattr(care, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(files, "sft", "--out", str(b), *flags)
+    monkeypatch.setattr(care, "measure", real)
+    monkeypatch.setattr(care, "fit", lambda *a: pytest.fail("trained again"))
+    with pytest.raises(SystemExit):
+        run(files, "sft", "--out", str(b), *flags, "--seed", "4")
+    assert "another --seed" in capsys.readouterr().err
+    assert run(files, "sft", "--out", str(b), *flags) == 0 and care.kept(a) == care.kept(b)
+    with pytest.raises(SystemExit):
+        run(files, "sft", "--out", str(b), *flags)
+
+
 @pytest.mark.parametrize("how", ["Ctrl-C", "budget", "unmeasured"])
 def test_prefer_stopped_half_way_goes_on_to_the_same_generator(how, files, tiny_folder, tmp_path, monkeypatch, capsys):
     import shutil
@@ -192,6 +214,17 @@ def test_prefer_stopped_half_way_goes_on_to_the_same_generator(how, files, tiny_
     with pytest.raises(SystemExit):                        # another learning rate would be neither the one run nor the other
         run(files, "prefer", "--run", str(b), *flags, "--lr", "1e-4")
     assert "--lr" in capsys.readouterr().err
+    generator = b / "sft" / "model.safetensors"
+    made = generator.stat()
+    os.utime(generator, (1, 1))                            # another generator than the adapters were begun on
+    with pytest.raises(SystemExit):
+        run(files, "prefer", "--run", str(b), *flags)
+    assert "another sft/" in capsys.readouterr().err
+    os.utime(generator, ns=(made.st_atime_ns, made.st_mtime_ns))
+    if how != "budget":                                    # which has one
+        with pytest.raises(SystemExit):
+            run(files, "prefer", "--run", str(b), *flags, "--steps", "1")
+        assert "steps already" in capsys.readouterr().err
     assert run(files, "prefer", "--run", str(b), *flags) == 0
     assert f"has { {'budget': 1, 'Ctrl-C': 2, 'unmeasured': 3}[how]} steps" in capsys.readouterr().out and not (b / "prefer.pt").exists()
     assert (a / "preferred" / "model.safetensors").read_bytes() == (b / "preferred" / "model.safetensors").read_bytes()
@@ -230,7 +263,8 @@ def test_sft_teaches_the_form(tiny_chat):
 
 @pytest.mark.parametrize("flags,word", [(["sft", "--preferences", "none.jsonl"], "none.jsonl"), (["prefer", "--run", "runs/none-such"], "rubric.py sft"), (["analyse", "runs/none-such"], "rubric.py sft"),
                                         (["show", "--rubric", "care", "--generator", "runs/none-such"], "rubric.py sft"), (["show", "--id", "nobody"], "nobody"), (["show", "--judge", "oracle"], "--judge"), (["shw"], "shw"), ([], "what"),
-                                        (["show", "--rows", "none.jsonl"], "none.jsonl"), (["sft", "--epochs", "0"], "--epochs")])
+                                        (["show", "--rows", "none.jsonl"], "none.jsonl"), (["show", "--row", "1"], "--rows FILE"), (["show", "--judge_by", "logits"], "--judge_by"), (["analyse", "runs/x", "runs/../runs/x"], "twice"), (["sft", "--seed", str(2**64)], "--seed"),
+                                        (["sft", "--seed", "x"], "whole number"), (["sft", "--epochs", "0"], "--epochs")])
 def test_mistakes_are_named(flags, word, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as e:

@@ -1,6 +1,8 @@
 """Self-play emotion recognition: answers read strictly, rewards by hand, label log-probs against a full forward, nothing held out is trained on, and all stages on a tiny model."""
 import json
+import os
 import shutil
+import signal
 from copy import deepcopy
 
 import numpy as np
@@ -115,6 +117,38 @@ def test_all_stages_on_a_tiny_model(few, tiny_folder, tmp_path, monkeypatch, cap
     assert trained == [2 * r["kept_by_label"]["joy"] for r in rounds] and 0 < len(hidden) < 3 and all(r["lines"] == 2 * len(hidden) for r in rounds)      # both roles; of unlabelled dialogues only
     assert selfplay.main(["test", str(few), "--model", str(run / "fly"), "--dtype", "fp32"]) == 0
     assert "e.jsonl: n 6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what,flags", [("grpo", ["--steps", "3", "--batch", "4", "--group_size", "4"]), ("fly", ["--rounds", "3", "--lines", "4", "--group_size", "2"])])
+def test_a_stage_stopped_half_way_goes_on_to_the_same_model(what, flags, few, tiny_folder, tmp_path, monkeypatch, capsys):
+    a, b, common = tmp_path / "a", tmp_path / "b", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
+    selfplay.main(["sft", "--model", tiny_folder, "--out", str(a), "--epochs", "1", "--express", *common])
+    shutil.copytree(a, b)
+    monkeypatch.setattr(selfplay, "parse", lambda text: F({LABELS[1 + len(text) % 2]}))
+    monkeypatch.setattr(selfplay, "keepable", lambda *a: True)
+    whole_lines(monkeypatch)
+    assert selfplay.main([what, "--run", str(a), *flags, *common]) == 0 and not (a / f"{what}.pt").exists()
+    real, calls = selfplay.answers, []
+
+    def interrupted(*args):
+        calls.append(args[4:6])
+        if calls.count((12, 1.0)) == 2 and args[4:6] == (12, 1.0):                                   # the second batch of answers, not those of an evaluation
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+    monkeypatch.setattr(selfplay, "answers", interrupted)
+    with pytest.raises(SystemExit) as e:
+        selfplay.main([what, "--run", str(b), *flags, *common])
+    assert e.value.code == 130 and "2 of 3" in capsys.readouterr().err and not (b / what).exists()
+    monkeypatch.setattr(selfplay, "answers", real)
+    for wrong, word in ((["--lr", "1e-3"], "--lr"), ([flags[0], "1"], "2 steps already")):
+        with pytest.raises(SystemExit):
+            selfplay.main([what, "--run", str(b), *flags, *common, *wrong])
+        assert word in capsys.readouterr().err
+    assert selfplay.main([what, "--run", str(b), *flags, *common]) == 0 and "2 steps, going on" in capsys.readouterr().out and not (b / f"{what}.pt").exists()
+    x, y = (load(str(run / what))[0].state_dict() for run in (a, b))
+    assert all(torch.equal(x[k], y[k]) for k in x)
+    numbers = lambda run: [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / f"{what}.jsonl").read_text().splitlines()]
+    assert numbers(a) == numbers(b) and len(numbers(a)) == 3
 
 
 def whole_lines(monkeypatch):

@@ -68,7 +68,7 @@ def test_the_cold_start_is_made_once(tiny_folder, tmp_path, monkeypatch, capsys)
 GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}\n'
 
 
-@pytest.mark.parametrize("text,word", [("", "empty"), (GOOD + "{oops\n", ":2: broken JSON"), (GOOD + '{"message": []}\n', ":2: field 'messages'"), ('{"messages": 3}\n', ":1: field 'messages'"),
+@pytest.mark.parametrize("text,word", [("", "empty"), (GOOD + "[" * 9999, ":2: broken JSON"), (GOOD.replace("yes", "\\ud800"), "surrogate"), (GOOD.replace("{", '{"scenario": [1], ', 1), "'scenario'"), (GOOD.replace("{", '{"id": 7, ', 1), "'id'"), (GOOD + "{oops\n", ":2: broken JSON"), (GOOD + '{"message": []}\n', ":2: field 'messages'"), ('{"messages": 3}\n', ":1: field 'messages'"),
                                        (GOOD.replace('"user"', '"system"'), "message 1"), (GOOD.replace('"yes"', '" "'), "message 2"), ('{"messages": [{"role": "user", "content": "hi"}]}\n', ":1: field 'messages'")])
 def test_bad_demonstrations_are_named_by_line_and_field(text, word, tmp_path, capsys):
     file = tmp_path / "bad.jsonl"
