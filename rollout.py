@@ -342,18 +342,20 @@ def overlapped(model, chat, users, jobs, copies=1, generator=None, progress=None
 
 
 @torch.no_grad()
-def answers(model, chat, prompts, copies, max_new_tokens, temperature, generator):
-    """`copies` answers to each prompt (ids), all in one batch, a prompt read once. -> list[Episode] of one row each, the copies of a prompt adjacent and one group; `replies` holds the text."""
-    device = model.model.embed_tokens.weight.device
-    cache = Cache(model, len(prompts), max(map(len, prompts)))
-    hidden, index = append(model, cache, prompts), torch.arange(len(prompts), device=device).repeat_interleave(copies)
-    tokens, logps = sample(model, cache.rows(index), hidden[index], [max_new_tokens] * len(index), {chat.eot}, chat.banned.to(device), temperature, generator=generator)
-    out = []
-    for i, (ids, logp) in enumerate(zip(tokens, logps)):
-        row = Row()
-        row.environment(prompts[i // copies])
-        row.policy(ids, logp, 0)
-        out.append(Episode(None, None, i // copies, "", 0, [row], replies=[chat.text(ids)], cuts=[ids[-1] != chat.eot], finish="goodbye"))
+def answers(model, chat, prompts, copies, max_new_tokens, temperature, generator, batch=256):
+    """`copies` answers to each prompt (ids), a prompt read once, about `batch` answers at a time: 7 MB of cache each, for the small model and 150 tokens. -> list[Episode] of one row each,
+    the copies of a prompt adjacent and one group; `replies` holds the text."""
+    device, size, out = model.model.embed_tokens.weight.device, max(1, batch // copies), []
+    for a in range(0, len(prompts), size):
+        part = prompts[a:a + size]
+        cache = Cache(model, len(part), max(map(len, part)))
+        hidden, index = append(model, cache, part), torch.arange(len(part), device=device).repeat_interleave(copies)
+        tokens, logps = sample(model, cache.rows(index), hidden[index], [max_new_tokens] * len(index), {chat.eot}, chat.banned.to(device), temperature, generator=generator)
+        for i, (ids, logp) in enumerate(zip(tokens, logps)):
+            row = Row()
+            row.environment(part[i // copies])
+            row.policy(ids, logp, 0)
+            out.append(Episode(None, None, a + i // copies, "", 0, [row], replies=[chat.text(ids)], cuts=[ids[-1] != chat.eot], finish="goodbye"))
     return out
 
 

@@ -85,7 +85,7 @@ def label_logprobs(model, chat, us, batch=16):
 def evaluate(model, chat, us, name, quiet=False):
     """Scores on utterances with gold, by label log-probs and by sampled text (greedy), of which overlap is the mean smoothed IoU with all of gold. -> dict of numbers, printed unless quiet."""
     logp = label_logprobs(model, chat, us)
-    texts = [e.replies[0].lower() for a in range(0, len(us), 64) for e in answers(model, chat, [chat.prompt(understand(u)) for u in us[a:a + 64]], 1, 12, 0.0, None)]
+    texts = [e.replies[0].lower() for e in answers(model, chat, [chat.prompt(understand(u)) for u in us], 1, 12, 0.0, None)]
     by_logp, by_text = [LABELS[k] for k in logp.argmax(1).tolist()], [r and min(r, key=text.find) for text in texts for r in [parse(text)]]       # of two, the one named first
     hit = [100.0 * (p in u.gold) for p, u in zip(by_logp, us)]
     low, high = bootstrap(hit, [u.dialogue for u in us])

@@ -7,7 +7,7 @@ import torch
 
 from episode import Row, collate, coloured, marked, micro_batches
 from model import token_logprobs
-from rollout import Chat, check_budget, overlapped, rollout
+from rollout import Chat, answers, check_budget, overlapped, rollout
 from scenarios import load_scenarios
 from simulator import ScriptedUsers, UserTurn
 from test_train_grpo import SCENARIOS
@@ -217,3 +217,19 @@ def test_an_error_in_either_half_is_raised(tiny_chat):
                 return super().respond(users, replies, cuts)
         with pytest.raises(OSError, match="gone"):
             overlapped(model, chat, Broken(), jobs, 1, generator=torch.Generator().manual_seed(0), max_turns=1, max_new_tokens=3, max_tokens=3000)
+
+
+def test_answers_are_asked_for_a_few_at_a_time(tiny_chat):
+    """A flywheel's round wants 1,568 answers: in one cache they were 11 GB. Greedily, a batch changes nothing; copies stay together, and the cache never has more rows than asked for."""
+    model, chat = tiny_chat
+    prompts = [chat.prompt([{"role": "user", "content": "hello " * n}]) for n in (3, 9, 1, 5, 2)]
+    told = [(e.group, e.replies, e.rows[0].ids, e.cuts) for e in answers(model, chat, prompts, 2, 4, 0.0, None)]
+    few = [(e.group, e.replies, e.rows[0].ids, e.cuts) for e in answers(model, chat, prompts, 2, 4, 0.0, None, batch=4)]
+    assert told == few and [t[0] for t in told] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    sizes, real = [], model.forward
+    model.forward = lambda ids, *more: sizes.append(len(ids)) or real(ids, *more)
+    try:
+        answers(model, chat, prompts, 2, 4, 0.0, None, batch=4)
+    finally:
+        del model.forward
+    assert max(sizes) == 4
