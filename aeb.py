@@ -23,7 +23,7 @@ from appraisal import TABLES, content, look
 from backend import BudgetSpent, add_user_flags, check_user, make_users
 from evaluate import row, spread
 from rollout import TEMPLATES, Chat, check_budget, rollout
-from rundir import Flags, die, nonnegative, positive, record_result, seed_number, writable
+from rundir import Flags, die, nonnegative, positive, read_json, record_result, seed_number, writable
 from scenarios import SPLITS, load_scenarios
 from simulator import DYNAMICS
 from stats import bootstrap, half_up, holm, mann_whitney, mean, paired_difference, spearman, wilson
@@ -217,6 +217,8 @@ def main(argv=None):
         resolve(name)
     modes = {"off": [False], "on": [True], "both": [False, True]}[args.think]
     for name in models:                                    # every model is looked at before the first one plays
+        if Path(name, "config.json").is_file() and read_json(Path(name, "config.json")).get("template") == "edf":
+            print(f"{name} was trained with --template edf; here it speaks without")
         model, tokenizer = load(name, dtype)
         for think in modes:
             check_budget(model, Chat(tokenizer, model.config.vocab, template=TEMPLATES[think]), scenarios, args.max_new_tokens, args.max_tokens)

@@ -9,13 +9,14 @@ import io
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from appraisal import DATA, families, look
 from rundir import die
+from scenarios import SPLITS, read_lines
 
 LABELS = ("neutral", "joy", "sadness", "anger", "fear", "surprise", "disgust")
 MAPPED = {**{name: name for name in LABELS}, "joyful": "joy", "mad": "anger", "scared": "fear", "sad": "sadness", "peaceful": "neutral", "powerful": "joy",                # EmoryNLP's seven: the last two are our choice
@@ -48,21 +49,26 @@ def read_emotions(path, split=None):
     if not text.strip():
         die(f"{path}: the file is empty")
     rows = from_csv(path, text) if path.suffix.lower() == ".csv" else from_json(path, text)
-    out, left, dialogues = [], 0, {}
+    out, left, dialogues, splits = [], 0, {}, {}
     for where, key, split_, speaker, said, labels in rows:
-        said = " ".join(said.split())
-        lines = dialogues.setdefault((split_, key), [])    # MELD counts its dialogues from 0 in each split
+        said, speaker = " ".join(said.split()), " ".join(speaker.split())
+        if re.search("[\ud800-\udfff]", key + speaker + said):
+            die(f"{where}: half of a surrogate pair (\\ud800 .. \\udfff) is not text")
+        lines = dialogues.setdefault((split_, key), [])
+        splits.setdefault(key, set()).add(split_)
         lines += [(speaker or "Someone", said)] if said else []
         names = [str(x).strip().lower() for x in labels]
         if wrong := [n for n in names if n not in MAPPED and n not in NOT_OURS]:
             die(f"{where}: emotion '{wrong[0][:30]}' is not one of {', '.join(LABELS)}, nor one that is mapped to them")
-        gold = tuple(dict.fromkeys(MAPPED[n] for n in names if n in MAPPED))
+        gold = list(dict.fromkeys(MAPPED[n] for n in names if n in MAPPED))
+        gold = tuple(g for g in gold if g != "neutral" or len(gold) == 1)[:2]         # an answer names one or two, and neutral stands alone
         left += bool(names) and not gold
         if said and not (names and not gold) and split in (None, split_):
             out.append(Utterance(key, split_, tuple(lines), gold))
     if not out:
         die(f"{path}: no utterance" + (f" of split '{split}'" if split else ""))
-    return out, left
+    several = {key for key, of in splits.items() if len(of) > 1}                      # MELD counts its dialogues from 0 in each split
+    return [replace(u, dialogue=f"{u.split}:{u.dialogue}") if u.dialogue in several else u for u in out], left
 
 
 def decoded(raw):
@@ -76,16 +82,21 @@ def decoded(raw):
 def cell(text):
     """What a table's cell holds: "joy" -> ["joy"], "['Joyful']" -> ["Joyful"], "" -> []."""
     text = text.strip()
-    return [found[1] for found in re.findall(r"""(['"])(.*?)\1(?=\s*[,\]])""", text)] if text.startswith("[") else [text] if text else []
+    quoted = [found[1] for found in re.findall(r"""(['"])(.*?)\1(?=\s*[,\]])""", text)] if text.startswith("[") else []
+    return quoted or [part.strip() for part in (text.strip("[]").split(",") if text.startswith("[") else [text]) if part.strip()]
 
 
 def from_csv(path, text):
-    """MELD's and EmoryNLP's tables, by the names of their columns."""
+    """MELD's and EmoryNLP's tables, by the names of their columns. Where the numbers of a dialogue's utterances don't rise, another one with its name begins: joined files, rows twice."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    names = reader.fieldnames or []
-    scene = "Dialogue_ID" if "Dialogue_ID" in names else "Scene_ID"
-    if missing := [n for n in ("Utterance", "Speaker", "Emotion", scene) if n not in names]:
+    try:
+        names = reader.fieldnames or []
+    except csv.Error as e:
+        die(f"{path}:1: {e} (a quote that is not closed?)")
+    keys = ("Dialogue_ID",) if "Dialogue_ID" in names else ("Scene_ID", "Season", "Episode")
+    if missing := [n for n in ("Utterance", "Speaker", "Emotion", *keys) if n not in names]:
         die(f"{path}:1: column '{missing[0]}': missing; the columns are {', '.join(names)[:120]}")
+    last, begun = {}, Counter()
     while True:
         try:
             row = next(reader, None)
@@ -94,9 +105,13 @@ def from_csv(path, text):
         if row is None:
             return
         where = f"{path}:{reader.line_num}"
-        if row["Utterance"] is None or row["Emotion"] is None:
-            die(f"{where}: field 'Emotion': missing (a quote that is not closed?)")
-        key = "-".join(str(row.get(n)) for n in (("Dialogue_ID",) if scene == "Dialogue_ID" else ("Season", "Episode", "Scene_ID")))
+        if short := next((n for n in ("Utterance", "Emotion", *keys) if row[n] is None), None):
+            die(f"{where}: field '{short}': missing (a quote that is not closed, or a line cut off?)")
+        key, number = "-".join(row[n] for n in keys), row.get("Utterance_ID") or ""
+        if number.strip().isdigit():
+            begun[key] += int(number) <= last.get(key, -1)
+            last[key] = int(number)
+        key += f"#{begun[key] + 1}" if begun[key] else ""
         yield where, key, "heldout", ", ".join(cell(row["Speaker"] or "")), row["Utterance"], cell(row["Emotion"])
 
 
@@ -108,7 +123,7 @@ def from_json(path, text):
         whole = None
     if isinstance(whole, dict) and "episodes" in whole:
         try:
-            found = [(s, u) for e in whole["episodes"] for s in e["scenes"] for u in s["utterances"] if u.get("transcript")]
+            found = [({"scene_id": f"{i}-{j}", **s}, u) for i, e in enumerate(whole["episodes"]) for j, s in enumerate(e["scenes"]) for u in s["utterances"] if u.get("transcript")]
             named = [[u["speakers"]] if isinstance(u.get("speakers"), str) else u.get("speakers") or [] for _, u in found]
             found = [(f"{path}: {u.get('utterance_id')}", str(s.get("scene_id")), "heldout", ", ".join(who), str(u["transcript"]), [u["emotion"]] if u.get("emotion") else []) for (s, u), who in zip(found, named)]
         except (KeyError, TypeError, AttributeError):
@@ -126,7 +141,14 @@ def from_json(path, text):
             die(f"{where}: broken JSON ({getattr(e, 'msg', e)})")
         if not isinstance(row, dict):
             die(f"{where}: a JSON object is expected")
-        inside, key = row["utterances"] if isinstance(row.get("utterances"), list) else [row], str(row.get("id", row.get("dialogue", where)))     # without either, a dialogue of its own
+        whole = isinstance(row.get("utterances"), list)
+        inside = row["utterances"] if whole else [row]
+        named = [row[n] for n in (("id", "dialogue") if whole else ("dialogue", "dialogue_id", "id")) if row.get(n) is not None] or [where]      # without any, a dialogue of its own
+        key, split = str(named[0]), row.get("split", "heldout")
+        if type(named[0]) not in (str, int):
+            die(f"{where}: field 'dialogue': must be a string or a whole number")
+        if split not in SPLITS:
+            die(f"{where}: field 'split': {json.dumps(split)[:40]} is not one of {', '.join(SPLITS)}")
         if "utterances" in row and (key in ids or ids.add(key)):
             die(f"{where}: field 'id': '{key[:40]}' was used before")
         for u in inside:
@@ -136,7 +158,9 @@ def from_json(path, text):
                 die(f"{where}: field 'text': must be a string")
             if not (isinstance(labels, list) and all(isinstance(x, str) for x in labels)):
                 die(f"{where}: field 'emotions': must be a list of labels")
-            yield where, key, row.get("split", "heldout"), str(u.get("speaker", "")), said, labels
+            if not isinstance(u.get("speaker") or "", str):
+                die(f"{where}: field 'speaker': must be a string")
+            yield where, key, split, u.get("speaker") or "", said, labels
 
 
 # ---------------------------------------------------------------------------------------------- scores
@@ -206,20 +230,14 @@ def read_perceptions(path, scenarios):
     confidence)}}; a turn without a row keeps the one before. SystemExit with file:line: field."""
     path, out = Path(path), {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        die(f"--perception {path}: cannot be read ({getattr(e, 'strerror', None) or 'not UTF-8'}); give model, or a .jsonl of scenario, turn, label, confidence")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
+        lines = list(read_lines(path))
+    except OSError as e:
+        die(f"--perception {path}: cannot be read ({e.strerror}); give model, or a .jsonl of scenario, turn, label, confidence")
+    for number, row, problem in lines:
         where = f"{path}:{number}:"
-        if not isinstance(row, dict):
-            die(f"{where} a JSON object is expected")
-        label, turn, confidence = MAPPED.get(str(row.get("label")).lower()), row.get("turn", 1), row.get("confidence", 1.0)
+        if problem:
+            die(f"{where} {problem}")
+        label, turn, confidence = MAPPED.get(str(row.get("label")).strip().lower()), row.get("turn", 1), row.get("confidence", 1.0)
         if label is None:
             die(f"{where} field 'label': {json.dumps(row.get('label'))[:40]} is not one of {', '.join(LABELS)}")
         if not isinstance(row.get("scenario"), str):

@@ -118,7 +118,7 @@ def summary(episodes):
             "intents": {i: part(of) for i in INTENTS if (of := [e for e in kept if e.scenario.intent == i])},
             "states": {str(z): {**part(of), "passed": mean([100 * (e.emotion >= 50) for e in of])} for z in STATES if (of := [e for e in kept if e.state == z])},
             "finish": dict(Counter(e.finish for e in kept).most_common()),
-            "tokens": sum(sum(r.mask) for e in kept for r in e.rows) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
+            "tokens": sum(lengths(e).total() for e in kept) / len(replies) if replies else None, "cut": mean(cuts), "malformed": mean([100 * bad for e in kept for bad in e.malformed]),
             "perceived": mean([100 * (label in felt) for felt, label in named]), "perceived_by_rote": max((100 * np.mean([label in felt for felt, _ in named]) for label in LABELS), default=None) if named else None, **{kind: mean([100 * (r == kind) for r in regulated]) for kind in ("follows", "mirrors")},
             "distinct_2": len(set(pairs)) / len(pairs) if pairs else None, "curve": [mean(c) for c in zip(*curves)],
             "parts": {name: count / len(replies) for name, count in fired.most_common()}, "gaming": gaming([row(e, 0) for e in kept])}
@@ -167,14 +167,19 @@ def closing_table(folders, scenarios, repeats, users, dtype, device, seed, how={
 
 
 # ---------------------------------------------------------------------------------------------- rows
+def lengths(e):
+    """Policy tokens of each reply, by turn: of a turn's rows the last one, since with --template edf the one before it names the feeling."""
+    return Counter({r.turn[-1]: sum(r.mask) for r in e.rows} if e.perceived else [turn for r in e.rows for turn, m in zip(r.turn, r.mask) if m])
+
+
 def row(e, repeat, **more):
     """One line of --out in SAGE's result format, so that anyone's scorer reads ours: id, emo_point, emo_state, task, history with the emotion at each of
     the user's lines. Ours besides: intent, split, repeat, finish, state; `cut`, `malformed` and `tokens` of a reply, `parts` of what it did; and `more`."""
     s, history = e.scenario, [{"role": "user", "content": e.opening, "emotion-point": e.start_emotion}]
-    lengths = Counter(turn for r in e.rows for turn, m in zip(r.turn, r.mask) if m)
+    tokens = lengths(e)
     for i, (reply, cut, t) in enumerate(zip(e.replies, e.cuts, e.turns)):
         planning = {"activity": t.thought, "TargetCompletion": "", "content": "", "analyse": t.thought, "change": t.change}
-        history += [{"role": "assistant", "content": reply, "cut": cut, "malformed": bool(e.malformed and e.malformed[i]), "tokens": lengths[i], **({"perceived": e.perceived[i]} if e.perceived else {})}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
+        history += [{"role": "assistant", "content": reply, "cut": cut, "malformed": bool(e.malformed and e.malformed[i]), "tokens": tokens[i], **({"perceived": e.perceived[i]} if e.perceived else {})}, {"role": "user", "content": t.text, "emotion-point": t.emotion, "planning": planning, "parts": t.parts}]
     return {"id": s.id, "emo_point": e.emotion, "emo_state": "Emotion-" + next(letter for low, letter, _ in BANDS if e.emotion >= low), "target": "eq", "player": s.persona,
             "scene": s.background, "character": "", "topic": "", "task": s.hidden_need, "history": history, "intent": s.intent, "split": s.split, "repeat": repeat, "finish": e.finish, **({"state": str(e.state)} if e.state else {}), **more}
 

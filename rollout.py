@@ -31,7 +31,8 @@ PERCEIVE = SYSTEM + " Before each answer you name in brackets what they feel, an
 FELT = 8                                                   # tokens that the name of a feeling may take
 ASKED = {"none": SYSTEM, "think": THINK, "edf": PERCEIVE, "kardia": SPANNED}
 TEMPLATES = tuple(ASKED)
-SPAN = re.compile(rf"[\[［]\W*(?:feel|aim|perce)|^\W*(?:{'|'.join(LABELS)})\s*[\]］]", re.I)           # how a bracket of --template edf begins, or the rest of one that the policy takes for its turn
+NAMED = r"\W*(?:(?:the|their|your) )?(?:feelings?|feels|aims?|perceived|perception|emotions?)\W*"          # "their feeling", "_Aim_"
+SPAN = re.compile(rf"[\[\]{{}}［］【】]|[(（]{NAMED}[:=]|(?:^|\n){NAMED}[:=]", re.I)           # what no reply of --template edf holds: any bracket but (), and a line or a ( that begins as the template's do
 
 
 # ---------------------------------------------------------------------------------------------- chat pieces
@@ -103,12 +104,14 @@ class Chat:
 
         Think: what follows the last </think>; the form is one block, at the start, and something after it. An open block is not heard at all.
         Example: "<think>sad</think>Oh no." -> ("Oh no.", True); "Oh no." -> ("Oh no.", False); "<think>sad" -> ("", False).
-        Edf: what precedes the first bracket of that kind, of which a reply should have none: "Oh no. [aim: calm]" -> ("Oh no.", False).
+        Edf: what precedes the first bracket, of which a reply should have none: "Oh no. [aim: calm]" -> ("Oh no.", False); nothing where one is closed that was not opened, since
+        what precedes it is the rest of a span: "sadness] Oh no." -> ("", False).
         """
         text = self.text(ids)
         if self.template == "edf":
-            said = SPAN.split(text)[0].strip()
-            return said, bool(said) and said == text
+            span = SPAN.search(text)
+            said = text if not span else "" if span.group() in "]}］】" else text[:span.start()].strip()
+            return said, bool(said) and not span
         if self.template == "none":
             return text, True
         before, closed, after = text.rpartition("</think>")

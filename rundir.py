@@ -77,6 +77,14 @@ def nonnegative(kind):
     return read
 
 
+def fraction(text):
+    """argparse type: a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be from 0 to 1")
+    return value
+
+
 def seed_number(text):
     """argparse type: a whole number from 0 to 10^12, so that a seed with a step's number added still fits a generator's 64 bits."""
     value = int(text)

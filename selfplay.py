@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from appraisal import words
 from emotions import LABELS, Utterance, classification, consistency, iou, majority, read_emotions
 from episode import Row
 from model import Cache, append
 from rollout import Chat, answers
-from rundir import Flags, StopOnInterrupt, die, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
+from rundir import Flags, StopOnInterrupt, die, fraction, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
 from stats import bootstrap, half_up
 from train_grpo import trajectory_advantages, update
 from train_sft import fit
@@ -89,8 +90,7 @@ def evaluate(model, chat, us, name, quiet=False):
     by_logp, by_text = [LABELS[k] for k in logp.argmax(1).tolist()], [r and min(r, key=text.find) for text in texts for r in [parse(text)]]       # of two, the one named first
     hit = [100.0 * (p in u.gold) for p, u in zip(by_logp, us)]
     low, high = bootstrap(hit, [u.dialogue for u in us])
-    top, n = Counter(u.gold[0] for u in us).most_common(1)[0]
-    chance = 100 * np.mean([top in u.gold for u in us])
+    chance, top = max((100 * np.mean([label in u.gold for u in us]), label) for label in LABELS)
     c, t = classification([u.gold for u in us], by_logp), classification([u.gold for u in us], by_text)
     entropy = -sum(p * np.log(p) for p in (np.array(list(Counter(by_logp).values())) / len(us)))
     found = {"name": name, "n": len(us), "accuracy": 100 * c["accuracy"], "low": low, "high": high, "weighted_f1": 100 * c["weighted_f1"], "macro_f1": 100 * c["macro_f1"], "majority": chance, "confusion": c["confusion"],
@@ -102,14 +102,19 @@ def evaluate(model, chat, us, name, quiet=False):
     return found
 
 
+def digest(text):
+    """Hash of a line's words, whatever their case and punctuation."""
+    return hashlib.sha256(" ".join(words(text)).encode()).hexdigest()
+
+
 def forbidden(us):
-    """What no training may touch: dialogue ids and text hashes of held-out and dev utterances."""
-    return {u.dialogue for u in us if u.split != "train"}, {hashlib.sha256(u.lines[-1][1].encode()).hexdigest() for u in us if u.split != "train" and len(u.lines[-1][1].split()) > 3}
+    """What no training may touch: dialogue ids of held-out and dev utterances, hashes of their lines of four words or more."""
+    return {u.dialogue for u in us if u.split != "train"}, {digest(text) for u in us if u.split != "train" for _, text in u.lines if len(text.split()) > 3}
 
 
 def clean(u, ids, hashes):
     """Whether an utterance, and every line it is read with, is of no held-out dialogue."""
-    return u.dialogue not in ids and not any(hashlib.sha256(text.encode()).hexdigest() in hashes for _, text in u.lines)
+    return u.dialogue not in ids and not any(digest(text) in hashes for _, text in u.lines)
 
 
 def assert_clean(us, ids, hashes):
@@ -130,6 +135,10 @@ def sft(args, us, device, dtype):
     run = Path(args.out)
     if run.exists():
         die(f"--out {run} exists; give another name or remove it")
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)      # before the work, not after it
+    except OSError as e:
+        die(f"--out {run}: {e.strerror}; give another folder")
     hidden = unlabelled(us, args.unlabelled, args.seed)
     train, heldout = ([u for u in us if u.split == split and u.gold and u.dialogue not in hidden] for split in ("train", "heldout"))
     if not train:
@@ -141,6 +150,7 @@ def sft(args, us, device, dtype):
     resolve(args.model)
     model, tokenizer = load(args.model, dtype, device)
     chat, began = Chat(tokenizer, model.config.vocab), time.time()
+    check_fits(args, model, chat, us)
     found = [evaluate(model, chat, heldout, "base")]
     rows = [lesson(chat, understand(u), ", ".join(g)) for u, g in zip(train, gold)]
     if args.express:
@@ -148,8 +158,8 @@ def sft(args, us, device, dtype):
     model.train_only_upper(args.train_layers)
     losses = fit(model, chat, rows, args.epochs, args.lr, args.batch, args.seed)
     run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({**vars(args), "utterances": stamp(us)}, indent=1), encoding="utf-8")
     save(model, tokenizer, run / "sft", base=str(resolve(args.model)))
-    (run / "config.json").write_text(json.dumps({k: v for k, v in vars(args).items()}, indent=1), encoding="utf-8")
     found.append(evaluate(model, chat, heldout, "shuffled labels" if args.shuffle else "sft"))
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.time() - began:.0f} s in all; saved {run}/sft; next: python selfplay.py grpo --run {run}")
     return found
@@ -170,16 +180,15 @@ def self_grpo(args, us, device, dtype):
     """GRPO over groups of understanding answers; the loss is train_grpo.py's. In the dialogues that sft --unlabelled left out, the group's majority stands in for gold."""
     run, (model, tokenizer, chat, start, hidden) = Path(args.run), begin(args, us, device, dtype)
     train, dev, heldout = ([u for u in us if u.split == split and (u.gold or split == "train")] for split in ("train", "dev", "heldout"))
-    if len(train) < args.batch:
-        die(f"--batch {args.batch}: only {len(train)} training utterances in {args.emotions}")
+    if len(train) < args.batch or args.batch % 2:
+        die(f"--batch {args.batch}: must be even, it is learned from in two halves, and no more than the {len(train)} training utterances in {args.emotions}")
     assert_clean(train, *forbidden(us))
-    found = [evaluate(model, chat, heldout, start)]
     model.train_only_upper(args.train_layers)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    begun, flags = run / "grpo.pt", begun_with(args, us)
+    begun, flags, size = run / "grpo.pt", begun_with(args, us), args.batch
     records = take_up(begun, flags, model, optimizer, args.steps)
+    found = [records[0]["start"] if records else evaluate(model, chat, heldout, start)]
     how = SimpleNamespace(epochs=1, minibatches=2, max_turns=1, max_new_tokens=12, tokens_per_microbatch=4096, temperature=1.0, clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl=0.0, grad_clip=1.0)
-    size = args.batch - args.batch % 2 or 2
     with StopOnInterrupt() as stop:
         for step in range(len(records), args.steps):
             began, order = time.time(), np.random.default_rng([args.seed, step // (len(train) // size), 5]).permutation(len(train))
@@ -191,19 +200,18 @@ def self_grpo(args, us, device, dtype):
             advantages, flat = trajectory_advantages([SimpleNamespace(total=w, turns=[w]) for w in worth], args.group_size, 0.1)
             metrics = update(how, model, None, optimizer, chat, episodes, advantages)
             record = {"step": step + 1, "reward": float(np.mean(worth)), "unread": float(np.mean([a is None for g in groups for a in g])), "right": float(np.mean([a is not None and bool(a & set(u.gold)) for u, g in zip(batch, groups) for a in g])),
-                      "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1)}
+                      "flat_groups": flat, **metrics, "seconds": round(time.time() - began, 1), **({} if records else {"start": found[0]})}
             if (step + 1) % args.eval_every == 0:
                 record["dev"] = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
             records.append(record)
             write_rows(run / "grpo.jsonl", records)
             print(f"step {step + 1:3d}  reward {record['reward']:.3f}  right {100 * record['right']:.1f} %  unread {100 * record['unread']:.1f} %  flat groups {flat:.2f}  {f'''dev {record['dev']:.1f}  ''' if 'dev' in record else ''}{record['seconds']:.0f} s", flush=True)
-            if stop.asked and step + 1 < args.steps:
+            if stop.asked or step + 1 == args.steps:
                 keep_begun(begun, flags, model, optimizer, records)
+            if stop.asked and step + 1 < args.steps:
                 stopped(begun, len(records), args.steps)
     save(model, tokenizer, run / "grpo", base=str(run / start))
-    begun.unlink(missing_ok=True)
-    found.append(evaluate(model, chat, heldout, "SELF-GRPO"))
-    return found
+    return found + [evaluate(model, chat, heldout, "SELF-GRPO")]
 
 
 # ---------------------------------------------------------------------------------------------- the flywheel
@@ -223,15 +231,14 @@ def fly(args, us, device, dtype):
     ids, hashes = forbidden(us)
     seeds = [u for u in seeds if u.dialogue in hidden] or seeds
     assert_clean(seeds, ids, hashes)
-    found = [evaluate(model, chat, heldout, start)]
-    best = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
-    print(f"dev before the first round {best:.1f}")
     model.train_only_upper(args.train_layers)
     begun, flags = run / "fly.pt", begun_with(args, us)
     records = take_up(begun, flags, model, None, args.rounds)
-    best = max([best] + [r["dev"] for r in records])
+    found = [records[0]["start"] if records else evaluate(model, chat, heldout, start)]
+    best = records[-1]["best"] if records else evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
+    print(f"dev before round {len(records) + 1} at best {best:.1f}")
     with StopOnInterrupt() as stop:
-        for round_ in range(len(records), args.rounds):
+        for round_ in range(len(records), 0 if records and records[-1]["taken_back"] else args.rounds):
             began, rng = time.time(), np.random.default_rng([args.seed, round_, 9])
             chosen = [seeds[i] for i in rng.permutation(len(seeds))[:args.lines]]
             targets = [LABELS[(i + round_) % 7] for i in range(len(chosen))]                          # every emotion equally often
@@ -244,7 +251,7 @@ def fly(args, us, device, dtype):
             groups = [[parse(e.replies[0]) for e in episodes[k * args.group_size:(k + 1) * args.group_size]] for k in range(len(new))]
             # a line that was cut off, or that happens to be a held-out one word for word, is no lesson
             kept = [(u, t) for u, t, g, e in zip(new, targets, groups, lines) if 3 <= len(u.lines[-1][1].split()) and not e.cuts[0] and keepable(g, t, args.threshold)
-                    and hashlib.sha256(u.lines[-1][1].encode()).hexdigest() not in hashes]
+                    and digest(u.lines[-1][1]) not in hashes]
             assert_clean([u for u, _ in kept], ids, hashes)
             rows = [row for u, t in kept for row in (lesson(chat, understand(u), t), lesson(chat, express(u.lines[:-1], u.speaker, t), u.lines[-1][1]))]
             before = {k: v.clone() for k, v in model.state_dict().items()} if args.guard else None
@@ -252,39 +259,61 @@ def fly(args, us, device, dtype):
                 fit(model, chat, rows, 1, args.lr, 16, args.seed + round_)
             seen = evaluate(model, chat, dev, "dev", quiet=True)
             record = {"round": round_ + 1, "lines": len(new), "kept": len(kept) / len(new), "kept_by_label": Counter(t for _, t in kept), "dev": seen["accuracy"], "label_entropy": seen["label_entropy"],
-                      "agreement": float(np.mean([np.mean(consistency([a or frozenset({i}) for i, a in enumerate(g)])) for g in groups])), "seconds": round(time.time() - began, 1)}
+                      "agreement": float(np.mean([np.mean(consistency([a or frozenset({i}) for i, a in enumerate(g)])) for g in groups])), "seconds": round(time.time() - began, 1),
+                      "best": max(best, seen["accuracy"]), "taken_back": args.guard and seen["accuracy"] < best - args.tolerance, **({} if records else {"start": found[0]})}
             records.append(record)
             write_rows(run / "fly.jsonl", records)
             print(f"round {round_ + 1}  kept {100 * record['kept']:.1f} % of {len(new)}  agreement {record['agreement']:.2f}  dev accuracy {record['dev']:.1f}  entropy of labels {record['label_entropy']:.2f}  {record['seconds']:.0f} s", flush=True)
-            if args.guard and seen["accuracy"] < best - args.tolerance:
+            if record["taken_back"]:
                 print(f"--guard: accuracy on gold fell from {best:.1f} to {seen['accuracy']:.1f}; this round is taken back, and it was the last")
                 model.load_state_dict(before)
-                break
-            best = max(best, seen["accuracy"])
-            if stop.asked and round_ + 1 < args.rounds:
+            last, best = record["taken_back"] or round_ + 1 == args.rounds, record["best"]
+            if stop.asked or last:
                 keep_begun(begun, flags, model, None, records)
+            if stop.asked and not last:
                 stopped(begun, len(records), args.rounds)
+            if last:
+                break
     save(model, tokenizer, run / "fly", base=str(run / start))
-    begun.unlink(missing_ok=True)
-    found.append(evaluate(model, chat, heldout, "flywheel"))
-    return found
+    return found + [evaluate(model, chat, heldout, "flywheel")]
 
 
 def begin(args, us, device, dtype):
     """The model that a later stage starts from: RUN/sft, or what --start names. -> model, tokenizer, chat, name, dialogues whose gold is hidden."""
     run = Path(args.run)
-    if not (run / args.start / "model.safetensors").is_file():
+    if not (run / args.start / "model.safetensors").is_file() or not (run / "config.json").is_file():
         die(f"--run {run}: no {args.start} there; python selfplay.py sft --out {run} makes one")
-    if (run / args.what).exists():
+    if (run / args.what).exists() and not (run / f"{args.what}.pt").exists():          # with it, the stage was trained and not measured
         die(f"{run}/{args.what} exists; remove it, or make another run")
-    made, (model, tokenizer) = read_json(run / "config.json"), load(str(run / args.start), dtype, device)
-    return model, tokenizer, Chat(tokenizer, model.config.vocab), args.start, unlabelled(us, made["unlabelled"], made["seed"])
+    if args.group_size < 2:
+        die(f"--group_size {args.group_size}: needs 2 answers or more, to compare")
+    made = read_json(run / "config.json")
+    if made.get("utterances") != stamp(us):                # its split is the fence, and what --unlabelled hid was drawn from it
+        die(f"--emotions {args.emotions}: {run} was made from other utterances; give the file that it was made with, or make another run")
+    model, tokenizer = load(str(run / args.start), dtype, device)
+    chat = Chat(tokenizer, model.config.vocab)
+    check_fits(args, model, chat, us)
+    return model, tokenizer, chat, args.start, unlabelled(us, made["unlabelled"], made["seed"])
+
+
+def stamp(us):
+    """Tells one set of utterances from another."""
+    return hashlib.sha256(repr(us).encode()).hexdigest()
+
+
+def check_fits(args, model, chat, us):
+    """SystemExit where an utterance with its history, and an answer, is longer than the model's context, or more layers are to be trained than there are."""
+    if getattr(args, "train_layers", 0) > model.config.layers:
+        die(f"--train_layers {args.train_layers}: the model has {model.config.layers}")
+    for u in us:
+        if (n := max(len(chat.prompt(understand(u))) + 12, len(chat.prompt(express(u.lines, u.speaker, LABELS[0]))) + 40)) > model.config.max_positions:
+            die(f"dialogue {u.dialogue}, '{u.lines[-1][1][:40]}': takes {n} tokens, the model knows {model.config.max_positions} positions; shorten it")
 
 
 def begun_with(args, us):
     """What a stage that was stopped must be gone on with: its flags, the model it starts from, the utterances."""
     flags = {k: v for k, v in vars(args).items() if k not in ("what", "run", "steps", "rounds", "threads", "record", "emotions")}
-    return flags | {"of --start": weights_stamp(Path(args.run) / args.start), "of --emotions": hashlib.sha256(repr(us).encode()).hexdigest()}
+    return flags | {"of --start": weights_stamp(Path(args.run) / args.start), "of --emotions": stamp(us)}
 
 
 def stopped(begun, done, wanted):
@@ -316,21 +345,21 @@ def main(argv=None):
         p.add_argument("--epochs", type=positive(int), default=2, help="passes over the utterances (default: %(default)s)")
         p.add_argument("--batch", type=positive(int), default=16, help="utterances a step (default: %(default)s)")
         p.add_argument("--express", action="store_true", help="the second role too, which the flywheel needs")
-        p.add_argument("--unlabelled", type=nonnegative(float), default=0.0, metavar="SHARE", help="of the training dialogues, whose gold is hidden from this and every later stage (default: %(default)s)")
+        p.add_argument("--unlabelled", type=fraction, default=0.0, metavar="SHARE", help="of the training dialogues, whose gold is hidden from this and every later stage (default: %(default)s)")
         p.add_argument("--shuffle", action="store_true", help="the control: labels dealt at random")
     if what in ("grpo", "fly"):
         p.add_argument("--run", default="runs/emo", metavar="RUN", help="folder that selfplay.py sft made (default: %(default)s)")
-        p.add_argument("--start", default="sft", choices=["sft", "grpo", "fly"], help="the stage to go on from (default: %(default)s)")
+        p.add_argument("--start", default="sft", choices=["sft", "fly" if what == "grpo" else "grpo"], help="the stage to go on from (default: %(default)s)")
         p.add_argument("--group_size", type=positive(int), default=8, help="answers to each line (default: %(default)s)")
     if what == "grpo":
         p.add_argument("--steps", type=positive(int), default=12, help="batches (default: %(default)s)")
-        p.add_argument("--batch", type=positive(int), default=32, help="utterances a batch (default: %(default)s)")
-        p.add_argument("--consistency", type=nonnegative(float), default=0.2, help="lambda, the weight of agreement within the group (default: %(default)s)")
+        p.add_argument("--batch", type=positive(int), default=32, help="utterances a batch, an even number (default: %(default)s)")
+        p.add_argument("--consistency", type=fraction, default=0.2, help="lambda, the weight of agreement within the group (default: %(default)s)")
         p.add_argument("--eval_every", type=positive(int), default=4, help="batches between scores on the dev split (default: %(default)s)")
     if what == "fly":
         p.add_argument("--rounds", type=positive(int), default=3, help="rounds of self-play (default: %(default)s)")
         p.add_argument("--lines", type=positive(int), default=196, help="lines written a round (default: %(default)s)")
-        p.add_argument("--threshold", type=nonnegative(float), default=0.6, help="least mean overlap of a line's answers with its target (default: %(default)s)")
+        p.add_argument("--threshold", type=fraction, default=0.6, help="least mean overlap of a line's answers with its target (default: %(default)s)")
         p.add_argument("--guard", action="store_true", help="stop, and take the round back, when accuracy on the dev gold falls")
         p.add_argument("--tolerance", type=nonnegative(float), default=2.0, help="points that it may fall (default: %(default)s)")
     args, _ = p.parse(argv[1:])
@@ -348,6 +377,8 @@ def main(argv=None):
     if what != "test":
         fence = forbidden(us)
         sets = [(path, [u for u in us if u.split != "train" or clean(u, *fence)])]
+        if not any(u.split == "train" and u.gold for u in sets[0][1]):
+            die(f"--emotions {path}: every training utterance is in dev or heldout, too")
         if len(sets[0][1]) < len(us):
             print(f"{path}: {len(us) - len(sets[0][1])} training utterances left out, they or a line before them are in dev or heldout, too")
     device = pick_device()
@@ -359,12 +390,18 @@ def main(argv=None):
         resolve(args.model)
         model, tokenizer = load(args.model, dtype, device)
         chat = Chat(tokenizer, model.config.vocab)
+        check_fits(args, model, chat, [u for _, us in sets for u in us])
         found = [evaluate(model, chat, us, Path(path).name) for path, us in sets]
+        for f in found:
+            print(f"\n{f['name']}, by label log-probs; rows: gold, columns: named\n{'':10}" + "".join(f"{label:>10}" for label in LABELS))
+            print("\n".join(f"{label:10}" + "".join(f"{n:10d}" for n in row) for label, row in zip(LABELS, f["confusion"])))
     else:
         found = {"sft": sft, "grpo": self_grpo, "fly": fly}[what](args, sets[0][1], device, dtype)
     if args.record:
         for f in found:
             record_result(args.record, f)
+    if what in ("grpo", "fly"):
+        (Path(args.run) / f"{what}.pt").unlink()           # last: until all is measured, the same command goes on
     return 0
 
 

@@ -166,7 +166,13 @@ def main():
     dtype = pick_dtype(args.dtype, device)
     if Path(args.out).exists():
         die(f"--out {args.out} exists; give another name or remove it")
+    try:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)       # before the work, not after it
+    except OSError as e:
+        die(f"--out {args.out}: {e.strerror}; give another folder")
     dialogues = load_demonstrations(args.demonstrations)
+    if args.template == "edf" and (without := sum("scenario" not in row for _, row in read_demonstrations(args.demonstrations))):
+        print(f"{without} of {len(dialogues)} dialogues name no scenario of ours: the feeling that is imitated before their replies is neutral")
     resolve(args.model)
     began = time.time()
     model, tokenizer = load(args.model, dtype, device)
@@ -174,7 +180,7 @@ def main():
     losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
     save(model, tokenizer, args.out)
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {args.out}")
-    print(f"next: python evaluate.py run --model {args.out}")
+    print(f"next: python evaluate.py run --model {args.out}{' --template edf' * (args.template == 'edf')}")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,10 @@ def play(perceiving, turns=3, copies=2, felt=None, reply=None, monkeypatch=None,
 
 
 # ---------------------------------------------------------------------------------------------- what is heard
-@pytest.mark.parametrize("text,heard,formed", [("Oh no.", "Oh no.", True), ("Oh no. [aim: calm]", "Oh no.", False), ("[feeling: sad] Oh", "", False), ("[ AIM : x", "", False), ("a [sic] b", "a [sic] b", True), ("", "", False),
-                                               ("Oh [aim: a [feeling: b] c] d", "Oh", False), ("my aim: rest", "my aim: rest", True)])
+@pytest.mark.parametrize("text,heard,formed", [("Oh no.", "Oh no.", True), ("Oh no. [aim: calm]", "Oh no.", False), ("[feeling: sad] Oh", "", False), ("[ AIM : x", "", False), ("a [sic] b", "a", False), ("", "", False),
+                                               ("Oh [aim: a [feeling: b] c] d", "Oh", False), ("my aim: rest", "my aim: rest", True), ("(I mean it.) Oh", "(I mean it.) Oh", True), ("[_feeling: sadness_] Oh", "", False), ("feeling: sadness] Oh", "", False), ("calm] Oh", "", False), ("deep sadness] Oh", "", False),
+                                               ("Oh.\nsadness] Then.", "", False), ("Oh no. [sadness]", "Oh no.", False), ("[their feeling: sadness]", "", False), ("(feeling: sadness) Oh", "", False), ("Oh {aim: calm}", "Oh", False), ("\u3010feeling: x\u3011", "", False),
+                                               ("Oh.\nTheir feeling: fear", "Oh.", False), ("Emotion: fear\nOh.", "", False), ("go slowly, name nothing] Oh", "", False)])
 def test_what_is_heard(perceiving, text, heard, formed):
     _, chat = perceiving
     assert chat.heard(chat.plain(text) + [chat.eot]) == (heard, formed) == chat.heard(chat.plain(text))
@@ -68,9 +70,10 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
     def mixture(_):
         text, depth = "", 0
         for _ in range(rng.randrange(1, 9)):
-            piece = rng.choice(["[feeling: ", "[aim: ", "[ Aim:", "[feelings: ", "[*feeling*: ", "[feel: ", "\uff3bfeeling: ", "]", "SECRET ", "hello ", "\n", "sadness"])
-            depth = depth + 1 if piece[0] in "[\uff3b" else max(0, depth - 1) if piece == "]" else depth
+            piece = rng.choice(["[feeling: ", "[aim: ", "[ Aim:", "[feelings: ", "[*feeling*: ", "[_feel_: ", "[their feeling: ", "[", "{", "(aim = ", "\u3010", "\uff3bfeeling: ", "]", "SECRET ", "hello ", "\n", "sadness"])
+            depth = depth + 1 if piece[0] in "[{(\u3010\uff3b" else max(0, depth - 1) if piece == "]" else depth
             text += piece if piece != "SECRET " or depth else ""
+        text = rng.choice(["", "", "", "SECRET] ", "feeling: SECRET\n"]) + text         # the policy takes the rest of a span for its turn
         made.append(text)
         return text
     heard, (_, chat) = [], perceiving
@@ -83,7 +86,7 @@ def test_no_random_mixture_of_brackets_reaches_the_user_the_context_or_the_trans
             assert "SECRET" not in transcript(e) and not SPAN.search(transcript(e))
             for row in e.rows:
                 context = chat.tokenizer.decode(row.ids[:row.mask.index(1)])
-                assert "SECRET" not in context and len(SPAN.findall(context)) == 1
+                assert "SECRET" not in context and context.count("[") == 1 and len(SPAN.findall(context)) <= 2     # the environment's own
             assert "SECRET" not in chat.tokenizer.decode(e.beyond) and not SPAN.search(chat.tokenizer.decode(e.beyond))
         monkeypatch.setattr(module, "sample", __import__("model").sample)
     assert heard and not any("SECRET" in text or SPAN.search(text) for text in heard) and sum("SECRET" in text for text in made) > 150

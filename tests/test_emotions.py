@@ -70,6 +70,34 @@ def test_dialogues_of_two_splits_do_not_mix(tmp_path):
     assert [len(u.lines) for u in read_emotions(tmp_path / "s.jsonl")[0]] == [1, 1]
 
 
+def test_dialogues_that_are_numbered_in_each_split_are_told_apart(tmp_path):
+    """MELD's train, dev and test count from 0: as one JSONL no id may make a training dialogue look held out."""
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"dialogue": d, "split": s, "text": f"of {s} {d}", "emotion": "joy"}) + "\n" for s in ("train", "dev", "heldout") for d in (0, 1)))
+    us, _ = read_emotions(tmp_path / "s.jsonl")
+    assert len({u.dialogue for u in us}) == 6 and {u.dialogue for u in us if u.split == "train"} == {"train:0", "train:1"}
+
+
+def test_an_utterances_own_id_does_not_tear_its_dialogue_apart(tmp_path):
+    for name in ("dialogue", "dialogue_id"):
+        (tmp_path / "s.jsonl").write_text("".join(json.dumps({"id": f"u{k}", name: "d", "speaker": None, "text": f"line {k}", "emotion": "joy"}) + "\n" for k in range(3)))
+        us, _ = read_emotions(tmp_path / "s.jsonl")
+        assert [len(u.lines) for u in us] == [1, 2, 3] and us[0].speaker == "Someone"
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"dialogue": None, "text": f"line {k}", "emotion": "joy"}) + "\n" for k in range(3)))
+    assert [len(u.lines) for u in read_emotions(tmp_path / "s.jsonl")[0]] == [1, 1, 1]
+
+
+def test_joined_files_and_rows_twice_begin_a_dialogue_anew(tmp_path):
+    """A train.csv and a test.csv in one, a row twice, rows out of order: less context, never a wrong one."""
+    head, *rows = MELD.split("\n", 1)[0] + "\n", *(f"{k},{t},Ann,joy,positive,0,{n},4,7,x,y\n" for k, (t, n) in enumerate([("train", 0), ("train too", 1), ("test", 0), ("test", 0), ("late", 7), ("early", 5)]))
+    (tmp_path / "m.csv").write_text(head + "".join(rows))
+    assert [[text for _, text in u.lines] for u in read_emotions(tmp_path / "m.csv")[0]] == [["train"], ["train", "train too"], ["test"], ["test"], ["test", "late"], ["early"]]
+
+
+def test_gold_is_what_an_answer_could_be(tmp_path):
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps({"text": "x", "emotions": e}) + "\n" for e in (["neutral", "joy"], ["sad", "joy", "anger"], ["neutral"], ["peaceful", "joyful"])))
+    assert [u.gold for u in read_emotions(tmp_path / "s.jsonl")[0]] == [("joy",), ("sadness", "joy"), ("neutral",), ("joy",)]
+
+
 def test_emorynlp_csv_and_json_are_mapped(tmp_path):
     (tmp_path / "e.csv").write_text("Utterance,Speaker,Emotion,Scene_ID,Utterance_ID,Season,Episode,Start_Time,End_Time\nNo!,['Ann B'],Mad,1,1,1,15,a,b\nOh.,['Bo'],Peaceful,1,2,1,15,a,b\nHa,['Bo'],Powerful,1,1,1,16,a,b\n")
     us, _ = read_emotions(tmp_path / "e.csv")
@@ -89,7 +117,9 @@ def test_plain_jsonl_as_iemocap_is_exported(tmp_path):
 @pytest.mark.parametrize("name,text,word", [("a.csv", "Utterance,Speaker,Emotion\nx,y,joy\n", "Scene_ID"), ("a.csv", MELD.replace("surprise", "glee"), "a.csv:4: emotion 'glee'"), ("a.csv", "", "empty"), ("a.jsonl", "{", "a.jsonl:1"),
                                             ("a.jsonl", '{"text": 3, "emotion": "joy"}', "'text'"), ("a.jsonl", '{"text": "x", "emotion": 3}', "'emotions'"), ("a.jsonl", "[]", "object"), ("a.jsonl", '{"text": "", "emotion": "joy"}', "no utterance"),
                                             ("a.csv", MELD + '9,"open quote,Ann,joy\n', "Emotion"), ("a.csv", MELD.replace("3,Hi!", '3,"Hi!') + "4,x,Ann,joy,p,1,1,1,1,a,b\n" * 9000, "quote"),
-                                            ("a.json", '{"episodes": [{"x": 1}]}', "EmoryNLP"), ("a.json", "[" * 99999, "a.json:1"), ("a.jsonl", '{"id": "x", "utterances": [{"text": "a", "emotions": ["joy"]}]}\n' * 2, "used before")])
+                                            ("a.json", '{"episodes": [{"x": 1}]}', "EmoryNLP"), ("a.csv", MELD + "9,cut off,Ann,joy", "a.csv:6: field 'Dialogue_ID'"), ("a.csv", "Utterance,Speaker,Emotion,Scene_ID\nx,y,joy,1\n", "Season"), ("a.csv", 'Utterance,"Speaker' + "x" * 140000, "quote"),
+                                            ("a.jsonl", '{"text": "x", "split": "Train"}', "'split'"), ("a.jsonl", '{"text": "x", "split": ["train"]}', "'split'"), ("a.jsonl", '{"text": "x", "dialogue": [1]}', "'dialogue'"), ("a.jsonl", '{"text": "\\ud83d"}', "surrogate"),
+                                            ("a.jsonl", '{"text": "x", "speaker": 3}', "'speaker'"), ("a.json", "[" * 99999, "a.json:1"), ("a.jsonl", '{"id": "x", "utterances": [{"text": "a", "emotions": ["joy"]}]}\n' * 2, "used before")])
 def test_bad_files_are_named_by_line(name, text, word, tmp_path, capsys):
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as e:

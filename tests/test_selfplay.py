@@ -113,7 +113,7 @@ def test_all_stages_on_a_tiny_model(few, tiny_folder, tmp_path, monkeypatch, cap
     trained, hidden = whole_lines(monkeypatch), selfplay.unlabelled(read_emotions(few)[0], 0.5, 0)
     assert selfplay.main(["fly", "--run", str(run), "--start", "grpo", "--rounds", "2", "--lines", "7", "--group_size", "2", *common]) == 0
     rounds = [json.loads(line) for line in (run / "fly.jsonl").read_text().splitlines()]
-    assert [r["round"] for r in rounds] == [1, 2] and all(set(r["kept_by_label"]) == {"joy"} and r["kept"] > 0 and 0 <= r["label_entropy"] <= np.log(7) for r in rounds)
+    assert [r["round"] for r in rounds] == [1, 2] and rounds[0]["start"]["name"] == "grpo" and not any(r["taken_back"] for r in rounds) and all(set(r["kept_by_label"]) == {"joy"} and r["kept"] > 0 and 0 <= r["label_entropy"] <= np.log(7) for r in rounds)
     assert trained == [2 * r["kept_by_label"]["joy"] for r in rounds] and 0 < len(hidden) < 3 and all(r["lines"] == 2 * len(hidden) for r in rounds)      # both roles; of unlabelled dialogues only
     assert selfplay.main(["test", str(few), "--model", str(run / "fly"), "--dtype", "fp32"]) == 0
     assert "e.jsonl: n 6" in capsys.readouterr().out
@@ -189,8 +189,34 @@ def test_what_another_file_shares_with_its_held_out_part_is_left_out(tiny_folder
     assert "2 training utterances left out" in capsys.readouterr().out
 
 
+def test_a_later_stage_wants_the_utterances_of_the_first(few, tiny_folder, tmp_path, capsys):
+    """Another file has another fence: what one stage imitated could be the other's held-out part, and what --unlabelled hid would be drawn anew."""
+    run, common = tmp_path / "emo", ["--train_layers", "1", "--dtype", "fp32"]
+    selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--emotions", str(few), "--epochs", "1", *common])
+    rotated, names = tmp_path / "rotated.jsonl", {"train": "heldout", "heldout": "dev", "dev": "train"}
+    rotated.write_text("".join(json.dumps(r | {"split": names[r["split"]]}) + "\n" for r in map(json.loads, few.read_text().splitlines())))
+    for what in ("grpo", "fly"):
+        with pytest.raises(SystemExit):
+            selfplay.main([what, "--run", str(run), "--emotions", str(rotated), *common])
+        assert "other utterances" in capsys.readouterr().err
+    for flags, word in ((["--group_size", "1"], "--group_size 1"), (["--train_layers", "9"], "--train_layers 9"), (["--batch", "3"], "must be even"), (["--start", "fly"], "no fly there")):
+        with pytest.raises(SystemExit):
+            selfplay.main(["grpo", "--run", str(run), "--emotions", str(few), *common, *flags])
+        assert word in capsys.readouterr().err
+    few.write_text(few.read_text().replace('"text": "', '"text": "' + "Oh no. " * 3000, 1))
+    with pytest.raises(SystemExit):
+        selfplay.main(["sft", "--model", tiny_folder, "--out", str(tmp_path / "new"), "--emotions", str(few), *common])
+    assert "positions" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_held_out_line_is_known_in_capitals_and_without_its_full_stop():
+    us = [Utterance("a", "heldout", (("Ann", "I never thought he'd come back."), ("Bo", "He did though, didn't he?")), ("joy",))]
+    ids, hashes = forbidden(us)
+    assert not selfplay.clean(Utterance("b", "train", (("X", "I NEVER thought he\u2019d come back"), ("Y", "Oh.")), ()), ids, hashes) and selfplay.clean(Utterance("b", "train", (("X", "I never thought so."),), ()), ids, hashes)
+
+
 @pytest.mark.parametrize("flags,word", [(["sft", "--emotions", "none.csv"], "none.csv"), (["grpo", "--run", "runs/none-such"], "selfplay.py sft"), (["fly", "--run", "runs/none-such"], "selfplay.py sft"), (["tst"], "tst"), (["sft", "--lr", "0"], "--lr"),
-                                        (["test"], "file")])
+                                        (["test"], "file"), (["grpo", "--consistency", "7"], "--consistency"), (["fly", "--threshold", "1.5"], "--threshold"), (["fly", "--start", "fly"], "--start"), (["sft", "--out", "README.md/x"], "--out")])
 def test_mistakes_are_named(flags, word, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as e:
