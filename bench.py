@@ -33,7 +33,7 @@ import train_ppo
 from model import Cache, Critic, append, generate, sample, token_logprobs
 from rollout import Chat, answers, rollout
 from rubric import Reward, score
-from rundir import Flags, die, positive, record_result, seed_number, writable
+from rundir import Flags, die, nonnegative, positive, record_result, seed_number, writable
 from scenarios import load_scenarios
 from simulator import ScriptedUsers
 from train_grpo import trajectory_advantages, update
@@ -58,7 +58,7 @@ def timed(f, *args):
 def finish(args, **result):
     """The JSON line: what was measured, on what, with which versions. --record appends it to a file, with commit and command."""
     device = torch.cuda.get_device_name() if pick_device().type == "cuda" else f"{pick_device().type}: {platform.processor() or platform.machine()}"
-    line = {**result, **{k: v for k, v in vars(args).items() if k not in ("record", "child")}, "device": device, "torch": torch.__version__,
+    line = {**result, **{k: v for k, v in vars(args).items() if k not in ("record", "child") and not (k == "repeats" and args.mode in ("memory", "scale"))}, "device": device, "torch": torch.__version__,
             "transformers": transformers.__version__, "load": [round(x, 1) for x in getattr(os, "getloadavg", list)()]}
     if args.record:
         record_result(args.record, line)
@@ -90,7 +90,7 @@ def random_model(args):
 
 def random_ids(n, vocab, rng):
     """n ordinary ids: special tokens live at the ends of the vocabularies we know."""
-    return [rng.randrange(1000, min(vocab, 49000)) for _ in range(n)]
+    return [rng.randrange(1000 if vocab > 2000 else 0, min(vocab, 49000)) for _ in range(n)]
 
 
 @torch.no_grad()
@@ -410,27 +410,27 @@ def main():
     common.add_argument("--seed", type=seed_number, default=0, help="of prompts and sampling")
     common.add_argument("--record", type=writable, metavar="FILE", help="append the JSON line, with command, commit and machine, to this .jsonl")
     m = modes.add_parser("decode", parents=[common], formatter_class=show, help="one batch of ragged prompts")
-    m.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="rows")
-    m.add_argument("--prompt", type=int, nargs=2, default=[64, 192], help="shortest and longest prompt, tokens")
-    m.add_argument("--new", type=int, default=64, help="tokens a row")
+    m.add_argument("--batch", type=positive(int), nargs="+", default=[1, 8, 32], help="rows")
+    m.add_argument("--prompt", type=positive(int), nargs=2, default=[64, 192], help="shortest and longest prompt, tokens")
+    m.add_argument("--new", type=positive(int), default=64, help="tokens a row")
     m = modes.add_parser("turns", parents=[common], formatter_class=show, help="many turns on a live cache")
-    m.add_argument("--dialogues", type=int, default=16, help="rows")
-    m.add_argument("--turns", type=int, default=8, help="replies a dialogue")
-    m.add_argument("--chunk", type=int, nargs=2, default=[20, 40], help="shortest and longest user turn, tokens")
-    m.add_argument("--reply", type=int, default=32, help="tokens a reply")
+    m.add_argument("--dialogues", type=positive(int), default=16, help="rows")
+    m.add_argument("--turns", type=positive(int), default=8, help="replies a dialogue")
+    m.add_argument("--chunk", type=positive(int), nargs=2, default=[20, 40], help="shortest and longest user turn, tokens")
+    m.add_argument("--reply", type=positive(int), default=32, help="tokens a reply")
     m = modes.add_parser("logprob", parents=[common], formatter_class=show, help="memory of log-probs over a large vocabulary")
-    m.add_argument("--tokens", type=int, default=4096, help="policy tokens")
-    m.add_argument("--vocab", type=int, default=151936, help="ids (Qwen2.5's)")
-    m.add_argument("--width", type=int, default=896, help="hidden width (Qwen2.5-0.5B's)")
+    m.add_argument("--tokens", type=positive(int), default=4096, help="policy tokens")
+    m.add_argument("--vocab", type=positive(int), default=151936, help="ids (Qwen2.5's)")
+    m.add_argument("--width", type=positive(int), default=896, help="hidden width (Qwen2.5-0.5B's)")
     m.add_argument("--child", choices=["ours", "naive", "lse"], help=argparse.SUPPRESS)
     m = modes.add_parser("step", parents=[common], formatter_class=show, help="one GRPO step")
-    m.add_argument("--prompts", type=int, default=8, help="groups")
-    m.add_argument("--copies", type=int, default=8, help="completions a group")
-    m.add_argument("--prompt_tokens", type=int, default=256, help="tokens a prompt")
-    m.add_argument("--completion", type=int, default=64, help="tokens a completion, exactly")
+    m.add_argument("--prompts", type=positive(int), default=8, help="groups")
+    m.add_argument("--copies", type=positive(int), default=8, help="completions a group")
+    m.add_argument("--prompt_tokens", type=positive(int), default=256, help="tokens a prompt")
+    m.add_argument("--completion", type=positive(int), default=64, help="tokens a completion, exactly")
     m.add_argument("--temperature", type=float, default=0.8, help="sampling temperature, also in the loss")
-    m.add_argument("--micro_ours", type=int, default=8, help="rows a micro-batch, ours")
-    m.add_argument("--micro_trl", type=int, default=16, help="rows a micro-batch, TRL's")
+    m.add_argument("--micro_ours", type=positive(int), default=8, help="rows a micro-batch, ours")
+    m.add_argument("--micro_trl", type=positive(int), default=16, help="rows a micro-batch, TRL's")
     m.add_argument("--child", choices=["ours", "trl"], help=argparse.SUPPRESS)
     m = modes.add_parser("ppo", parents=[common], formatter_class=show, help="one PPO update against one GRPO update")
     m.add_argument("--copies", type=positive(int), default=8, help="dialogues of each of 8 scenarios")
@@ -442,7 +442,7 @@ def main():
         m = modes.add_parser(name, parents=[common], formatter_class=show, help=help)
         m.add_argument("--rows", type=positive(int), default=16, help="training rows, four a group")
         m.add_argument("--tokens", type=positive(int), default=512, help="tokens a row")
-        m.add_argument("--train_layers", type=int, default=15, help="upper layers trained, 0 = all")
+        m.add_argument("--train_layers", type=nonnegative(int), default=15, help="upper layers trained, 0 = all")
         if name == "memory":
             m.add_argument("--micro", type=positive(int), default=4096, help="tokens a micro-batch")
             m.add_argument("--checkpoint_layers", action="store_true", help="activation checkpointing")
@@ -453,6 +453,11 @@ def main():
     m = modes.add_parser("gpu", parents=[common], formatter_class=show, help="everything for a GPU, in one run")
     m.add_argument("--minutes", type=positive(float), default=8, help="parts that would take longer are left out")
     args = p.parse_args()
+    for name, (least, most) in [(k, v) for k, v in vars(args).items() if k in ("prompt", "chunk")]:
+        if least > most:
+            p.error(f"--{name} {least} {most}: the shortest comes first")
+    if args.mode == "step" and args.prompts * args.copies % args.micro_trl:
+        p.error(f"--micro_trl {args.micro_trl}: does not divide the {args.prompts * args.copies} rows")
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     if args.mode in ("roofline", "memory", "start", "scale", "gpu"):

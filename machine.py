@@ -127,16 +127,25 @@ def frozen_copies(args):
     return DTYPES[args.dtype].itemsize * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and not m.weight.requires_grad)
 
 
+def last_words(stderr):
+    """The last line that says what went wrong, of a process that may have been torchrun's."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["it said nothing"]
+    return next((line for line in reversed(lines) if line.startswith("error:") or "Error" in line.split(":")[0]), lines[-1])
+
+
 def memory_mode(args):
     if args.child:
         return memory_child(args)
+    if args.rows % 4 or args.model.startswith("random:"):
+        die(f"--rows {args.rows} --model {args.model}: needs rows in groups of four, and a model that is read from files")
+    args.micro = min(args.micro, args.rows * args.tokens)
     flags = ["--model", args.model, "--dtype", args.dtype, "--threads", str(args.threads), "--train_layers", str(args.train_layers), "--rows", str(args.rows), "--tokens", str(args.tokens), "--micro", str(args.micro), *["--checkpoint_layers"] * args.checkpoint_layers]
     bare = subprocess.run([sys.executable, "-c", "import machine; from bench import memory; print(memory('VmHWM'))"], capture_output=True, text=True, cwd=ROOT)
     peaks = []
     for more in ({}, {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}):        # as it runs; and with every tensor returned to the system at once, which shows what is alive (slower)
         run = subprocess.run([sys.executable, str(ROOT / "bench.py"), "memory", "--child", *flags], capture_output=True, text=True, env={**os.environ, **more})
         if run.returncode or bare.returncode:
-            die(f"the measured process failed: {(run.stderr or bare.stderr).strip().splitlines()[-1:]}")
+            die(f"the measured process failed: {last_words(run.stderr or bare.stderr)}")
         peaks.append(json.loads(run.stdout.splitlines()[-1])["peak"])
     program, (held, measured) = float(bare.stdout), peaks
     p = plans.plan(read_config(config_of(resolve(args.model))), DTYPES[args.dtype], pick_device(), layers=args.train_layers, lora=0, dialogues=0, max_tokens=0, micro_tokens=args.micro, checkpointed=args.checkpoint_layers)
@@ -193,6 +202,8 @@ def scale_child(args):
 def scale(args):
     if args.child:
         return scale_child(args)
+    if args.rows % 8 or args.threads < 2:
+        die(f"--rows {args.rows} --threads {args.threads}: needs rows in groups of four that two processes divide, a multiple of 8, and a thread for each")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for n in (1, 2):
@@ -200,7 +211,7 @@ def scale(args):
                        "--rows", str(args.rows), "--tokens", str(args.tokens), "--train_layers", str(args.train_layers), "--seed", str(args.seed)]
             run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(max(1, args.threads // n))})
             if run.returncode:
-                die(f"{n} processes failed: {run.stderr.strip().splitlines()[-1:]}")
+                die(f"{n} processes failed: {last_words(run.stderr)}")
             results[n] = json.loads(Path(f"{folder}/{n}.json").read_text()), load_file(f"{folder}/{n}")
     (one, a), (two, b) = results[1], results[2]
     weights, metrics = max((a[k] - b[k]).abs().max().item() for k in a), max(abs(one[k] - two[k]) for k in ("kl", "grad_norm", "entropy"))
@@ -243,7 +254,8 @@ def gpu(args):
             same, gap = statistics.mean(x == y for x, y in zip(a, e)), max((abs(x - y) for r, q in zip(la, le) if len(r) == len(q) for x, y in zip(r, q)), default=0.0)
             print(f"{size} {dtype} B={B:<4d} temperature {temperature}: recorded {sum(map(len, a)) / with_graph:8.0f} tokens/s, stepwise {sum(map(len, e)) / without:8.0f}; rows with the same tokens {same:.2f}, log-probs within {gap:.4f}{'' if still_on else '; RECORDING FAILED'}", flush=True)
             finish(how(part="graphs", model=each.model, dtype=dtype, batch=B, temperature=temperature), recorded=round(sum(map(len, a)) / with_graph), stepwise=round(sum(map(len, e)) / without), ratio=round(without / with_graph, 2), agreement=same, recording=still_on)
-            wrong += [f"{size} {dtype} B={B}"] * (not still_on or dtype == "fp32" and same < 1)
+            # at a temperature a draw may fall on the other side of two ids' border by the last bit of a sum; greedily in fp32 it must not
+            wrong += [f"{size} {dtype} B={B}"] * (not still_on or dtype == "fp32" and (same < 1 if temperature == 0 else same < 0.75))
         network.GRAPHS["device"] = "cuda"
         del model
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ def kept_per_token(c, b, checkpointed=False):
 
 
 def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, policies=1, frozen=0, checkpointed=False, offload=False, shards=1):
-    """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: copies more (a reference);
+    """Bytes by name, sampling and update apart. layers: trained ones, 0 all; dialogues: live at a time; policies: trained networks (2 with a separate critic); frozen: references (with lora the policy without its adapters);
     offload: Adam's moments are on the host; shards: ranks that each hold a part (--fsdp)."""
     b = 2 if dtype == torch.bfloat16 else 4
     with torch.device("meta"):
@@ -34,11 +34,16 @@ def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, po
     model.train_only_upper(layers)
     blocks = [block for block in model.model.layers if block.mlp.gate_proj.weight.requires_grad]
     count = lambda ps: sum(p.numel() for p in ps)
-    adapters = sum(lora * (m.in_features + m.out_features) for block in blocks for m in block.modules() if isinstance(m, Linear)) if lora else 0
+    adapted = [m for block in blocks for m in block.modules() if isinstance(m, Linear)] if lora else []
+    adapters = sum(lora * (m.in_features + m.out_features) for m in adapted)
     parameters, trained = count(model.parameters()), adapters or count(p for p in model.parameters() if p.requires_grad)
-    # laid out for the CPU, cast, or with adapters merged in; of a separate critic and a reference too, which are read without gradients
-    copies = b * parameters * (policies + frozen) if device.type == "cpu" or b == 2 or lora else 0
-    always = {"weights, fp32": 4 * (parameters + adapters) * (policies + frozen) // shards, "copies to sample with": copies, "Adam": 0 if offload and device.type != "cpu" else 8 * trained * policies // shards}
+    networks = policies + frozen * (not lora)
+    # laid out for the CPU, cast, or with adapters merged in; of a separate critic and a reference too, which are read without gradients. What is adapted is kept without its adapters as well:
+    # cast, for the update, and on a CPU laid out, for the reference
+    copies = b * parameters * networks if device.type == "cpu" or b == 2 or lora else 0
+    copies += b * sum(m.weight.numel() for m in adapted) * (policies * (b == 2) + frozen * (device.type == "cpu"))
+    on_host = offload and device.type != "cpu"             # offloaded on a CPU, Adam's own copy of the weights is one more in the same memory
+    always = {"weights, fp32": 4 * (parameters + adapters) * networks // shards, "copies to sample with": copies, "Adam": 0 if on_host else (8 + 4 * offload) * trained * policies // shards}
     sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab, "gathered": 4 * parameters * (shards > 1)}
     depth = len(blocks) if checkpointed else 0
     update = {"gradients": 4 * trained * policies // shards, "casts": b * trained if b == 2 else 0,
@@ -84,9 +89,10 @@ def check(folder, dtype, device, **shape):
     if free and device.type == "cpu" and peak(p) <= free < 1.35 * peak(p):
         print(f"that is close: the C library keeps up to a third more than is alive, {1.35 * peak(p) / gb:.1f} GB here; if the run is killed, lower --tokens_per_microbatch or add --checkpoint_layers")
     if free and peak(p) > free:
-        hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower, or --checkpoint_layers"]
-        hints += ["--offload_optimizer"] * (device.type != "cpu" and not shape.get("offload") and not shape["lora"])
-        hints += ["--lora 16"] * (not shape["lora"]) + ["--critic shared"] * (shape.get("policies", 1) > 1) + ["a smaller --model"]
+        hints = ["--group_size or --groups lower" if sum(p["sampling"].values()) > sum(p["update"].values()) else "--tokens_per_microbatch lower" + ", or --checkpoint_layers" * (not shape.get("checkpointed"))]
+        parted = shape.get("shards", 1) > 1                # --fsdp goes with neither
+        hints += ["--offload_optimizer"] * (device.type != "cpu" and not parted and not shape.get("offload") and not shape["lora"])
+        hints += ["--lora 16"] * (not shape["lora"] and not parted) + ["--critic shared"] * (shape.get("policies", 1) > 1) + ["a smaller --model"]
         die(f"this run needs about {peak(p) / gb:.1f} GB and {free / gb:.1f} are free on {device}; try {', '.join(hints)}")
     return shape["micro_tokens"]
 

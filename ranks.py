@@ -84,8 +84,8 @@ def mean_of(record):
 
 
 def total(x):
-    """The sum of a number or tensor over all ranks, as a tensor."""
-    x = torch.as_tensor(x).clone()
+    """The sum of a number or tensor over all ranks, as a tensor. A number is summed in fp64: a Python float here may be numpy's there, and a sum of two widths ends the run."""
+    x = x.clone() if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
     if WORLD > 1:
         where = x.device
         x = x.to(torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu")

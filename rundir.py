@@ -226,7 +226,7 @@ class RunDir:
 def write_atomically(path, content):
     """content: bytes, or a function that writes to an open binary file. The name appears, or changes, only when all is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")                      # two ranks may write one file of the cache
     with open(temporary, "wb") as f:
         f.write(content) if isinstance(content, bytes) else content(f)
         f.flush()

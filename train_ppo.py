@@ -346,10 +346,10 @@ def main(argv=None):
     settings = read_settings(args, args.steps * args.groups)
     if args.groups > len(train):
         die(f"--groups {args.groups}: only {len(train)} training scenarios in {args.scenarios}")
-    if args.groups % (args.minibatches * ranks.WORLD):
-        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}")
     if args.resume and args.world != ranks.WORLD:
         die(f"--resume {args.resume}: was begun with {args.world} processes and can only go on with as many; this is {ranks.WORLD}")
+    if args.groups % (args.minibatches * ranks.WORLD):
+        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}")
     for name in ("gamma", "lam"):
         if getattr(args, name) > 1:
             die(f"--{name} {getattr(args, name)}: must be at most 1")
@@ -371,7 +371,7 @@ def main(argv=None):
     if not init.exists():
         die(f"{args.run}/config.json: the initial policy {init} is gone; this run can't be resumed")
     args.tokens_per_microbatch = check_memory(init, dtype, device, layers=args.train_layers, lora=args.lora, dialogues=args.groups * args.group_size // ranks.WORLD, max_tokens=args.max_tokens, micro_tokens=args.tokens_per_microbatch,
-                 policies=1 + (args.critic == "separate"), frozen=int(args.kl > 0 and not args.lora), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer, shards=ranks.WORLD if args.fsdp else 1)
+                 policies=1 + (args.critic == "separate"), frozen=int(args.kl > 0), checkpointed=args.checkpoint_layers, offload=args.offload_optimizer, shards=ranks.WORLD if args.fsdp else 1)
     config = {k: v for k, v in vars(args).items() if k != "resume"}
     config |= {"init": str(init), "world": ranks.WORLD}
     state = run.load() if args.resume else None

@@ -59,6 +59,18 @@ def test_the_roofline_names_its_bound(small, monkeypatch, capsys):
         assert [r["bound"] for r in found["rows"]] == [bound] * 2 and all(0 < r["share"] for r in found["rows"]) and found["copy_gb_s"] == speeds[0] / 1e9
 
 
+@pytest.mark.parametrize("flags,word", [(["decode", "--batch", "0"], "--batch"), (["decode", "--prompt", "8", "4"], "--prompt 8 4"), (["turns", "--chunk", "0", "3"], "--chunk"), (["step", "--micro_trl", "7"], "--micro_trl 7"),
+                                        (["scale", "--rows", "12", "--threads", "2"], "multiple of 8"), (["scale", "--threads", "1"], "a thread for each"), (["memory", "--rows", "3"], "groups of four"), (["memory", "--train_layers", "-1"], "--train_layers")])
+def test_sizes_that_cannot_be_measured_are_named(flags, word, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as e:
+        line(monkeypatch, capsys, *flags)
+    assert e.value.code == 2 and word in capsys.readouterr().err
+
+
+def test_the_last_words_of_a_process_are_its_error_not_torchruns_ruler():
+    assert machine.last_words("Traceback\nValueError: no\nrank: 0\n=====\n") == "ValueError: no" and machine.last_words("error: give x\n====") == "error: give x" and machine.last_words("") == "it said nothing"
+
+
 def test_what_needs_a_gpu_says_so_and_unknown_shapes_are_named(small, monkeypatch, capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):

@@ -8,7 +8,8 @@ import torch
 import memory
 import train_grpo
 from conftest import hf_model, ours
-from model import Cache
+from linear import KEPT
+from model import Cache, append, sample, token_logprobs
 from test_train_grpo import TINY
 
 
@@ -63,6 +64,27 @@ def test_the_cache_and_the_weights(tiny):
     assert thin["update"]["gradients"] == 4 * sum(q.numel() for q in tiny.parameters() if q.requires_grad)
     more = memory.plan(tiny.config, torch.float32, torch.device("cpu"), 1, 0, 5, 128, 64, policies=2, frozen=1)
     assert more["always"]["weights, fp32"] == 3 * p["always"]["weights, fp32"] and memory.peak(more) > memory.peak(p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora,layers,kl", [(0, 0, 0), (4, 0, 0), (4, 1, 0), (4, 0, 1)])
+def test_the_copies_that_are_kept_of_the_weights(dtype, lora, layers, kl):
+    """Sampling, the update and the reference each keep their own of what is adapted: merged, cast, laid out without the adapters."""
+    model = ours(hf_model("qwen2", layers=3, width=64, mlp=160), dtype)
+    model.train_only_upper(layers)
+    if lora:
+        model.add_lora(lora)
+    KEPT.clear()
+    cache, ids = Cache(model, 2, 16), torch.randint(0, 97, (2, 10))
+    hidden = append(model, cache, [[1, 2, 3], [4, 5]])
+    sample(model, cache, hidden, [4, 4], set(), generator=torch.Generator())
+    token_logprobs(model, model(ids).flatten(0, 1), ids.flatten())[0].sum().backward()
+    if kl:
+        with torch.no_grad(), model.without_adapters():
+            model(ids)
+    kept = sum(t.numel() * dtype.itemsize for of in KEPT.values() for _, t in of.values())
+    planned = memory.plan(model.config, dtype, torch.device("cpu"), layers, lora, 2, 16, 64, frozen=kl)["always"]["copies to sample with"]
+    assert kept == pytest.approx(planned, rel=0.07)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_a_way_out(tiny_folder, tmp_path, capsys, monkeypatch):

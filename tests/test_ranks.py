@@ -18,7 +18,7 @@ CHILD = '''
 import sys
 from copy import deepcopy
 from types import SimpleNamespace
-import torch
+import numpy, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import ranks, train_grpo, train_ppo
 from model import Critic
@@ -30,6 +30,7 @@ from weights import load
 from test_train_ppo import ARGS
 torch.set_num_threads(1)
 ranks.begin(torch.device("cpu"))
+assert ranks.total([0.25, numpy.float64(0.25)][ranks.RANK]).item() == 0.25 * ranks.WORLD and ranks.total([True, 1][ranks.RANK]).item() == ranks.WORLD      # one number, whatever its type on each
 model, tokenizer = load(sys.argv[2])
 chat = Chat(tokenizer, model.config.vocab)
 jobs = [(s, None) for s in load_scenarios(sys.argv[1] + "/data/scenarios.jsonl", "dev")[:4]]
