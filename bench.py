@@ -403,7 +403,7 @@ def main():
     p = Flags(description=__doc__)
     modes = p.add_subparsers(dest="mode", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name or HF folder")
+    common.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder, or random:0.5b, random:1.5b (Qwen2.5's shapes; not for memory, ppo, scale, start, step)")
     common.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="compute dtype of both sides")
     common.add_argument("--threads", type=positive(int), default=torch.get_num_threads(), help="CPU threads of both sides")
     common.add_argument("--repeats", type=positive(int), default=3, help="measured rounds; the median counts")
@@ -449,7 +449,7 @@ def main():
             m.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
         else:
             m.add_argument("--child", help=argparse.SUPPRESS)
-    modes.add_parser("start", parents=[common], formatter_class=show, help="from a cold process to the first update")
+    modes.add_parser("start", parents=[common], formatter_class=show, help="from a cold process to the first update of train_grpo.py with --model, on 8 dialogues of one turn")
     m = modes.add_parser("gpu", parents=[common], formatter_class=show, help="everything for a GPU, in one run")
     m.add_argument("--minutes", type=positive(float), default=8, help="parts that would take longer are left out")
     args = p.parse_args()

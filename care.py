@@ -6,8 +6,8 @@ rubrics of one moment, each worth what it says about two replies of which people
 Published is the outline (CARE, abstract); all mechanics, constants, prompts and data are our reconstruction. Left out on purpose: human annotators; data/preferences.jsonl is our own judgement.
 
     python rubric.py show                          rubrics of one dialogue, turn by turn, and what the replies are worth under them
-    python rubric.py sft --out runs/care           imitation; 20 minutes on 2 cores
-    python rubric.py prefer --run runs/care        preference RL on top of it
+    python rubric.py sft --out runs/care           imitation; 23 minutes on one core
+    python rubric.py prefer --run runs/care        preference RL on top of it; 67 minutes
     python rubric.py analyse runs/care             dimensions by turn and mood, preference accuracy
 """
 import hashlib
@@ -314,7 +314,7 @@ def prefer(args, rater, device, dtype):
             records.append(record)
             keep_begun(begun, flags, model, optimizer, records)
             write_rows(run / "prefer.jsonl", records)
-            print(f"step {step + 1:3d}  prefers the chosen {100 * record['right']:.1f} %  no rubric {100 * record['invalid']:.1f} %  entropy of weights {record['weight_entropy']:.2f}  "
+            print(f"step {step + 1:3d}  prefers the chosen {100 * record['right']:.1f} %  no rubric (the fixed one stands in) {100 * record['invalid']:.1f} %  entropy of weights {record['weight_entropy']:.2f}  "
                   f"kl to imitation {metrics['kl_reference']:.4f}  flat groups {flat:.2f}  {record['seconds']:.0f} s", flush=True)
             if stop.asked:
                 break

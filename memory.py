@@ -85,7 +85,7 @@ def check(folder, dtype, device, **shape):
         print(f"micro-batches of {shape['micro_tokens']} tokens, by the plan")
     p = plan(c, dtype, device, **shape)
     text = lambda part: ", ".join(f"{name} {x / gb:.1f}" for name, x in part.items() if x / gb >= 0.05)
-    print(f"memory, GB: {text(p['always'])}; while sampling {text(p['sampling'])}; in the update {text(p['update'])}; about {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
+    print(f"memory, GB: {text(p['always']) or 'little'}; while sampling {text(p['sampling']) or 'little'}; in the update {text(p['update']) or 'little'}; about {peak(p) / gb:.1f}" + (f" of {free / gb:.1f} free" if free else ""))
     if free and device.type == "cpu" and peak(p) <= free < 1.35 * peak(p):
         print(f"that is close: the C library keeps up to a third more than is alive, {1.35 * peak(p) / gb:.1f} GB here; if the run is killed, lower --tokens_per_microbatch or add --checkpoint_layers")
     if free and peak(p) > free:

@@ -56,7 +56,7 @@ class Moment:
         """The last thing that the last line speaks of: "She sold my violin to the shop." -> "the shop"; else its longest content word, else "this"."""
         phrases = [m.group().split() for m in re.finditer(TABLES["noun"], self.said[-1].lower())]
         phrases = [[{"my": "their", "our": "their", "a": "the", "an": "the"}.get(p[0], p[0]), *p[1:]] for p in phrases if not STOP & set(p[1:]) and max(map(len, p)) <= 30]
-        found = [w for w in words(self.said[-1]) if w not in STOP and 3 < len(w) <= 30 and w.isascii()]       # longer ones are no words, and a criterion has 160 characters
+        found = [w.removesuffix("'s") for w in words(self.said[-1]) if w not in STOP and 3 < len(w) <= 30 and w.isascii() and not w.endswith("ly")]       # longer ones are no words, and a criterion has 160 characters
         return " ".join(phrases[-1]) if phrases else f"'{max(found, key=len)}'" if found else "this"
 
     def context(self):

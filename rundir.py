@@ -192,6 +192,14 @@ class RunDir:
         with open(self.metrics, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
+    def best(self):
+        """In words, which policy best/ holds: the first with the highest dev score in metrics.jsonl."""
+        rows = [r for r in read_json(self.metrics, rows=True) if "dev_emotion" in r] if self.writes else []
+        if not rows:
+            return f"best policy: {self.path}/best"
+        top = max(rows, key=lambda r: r["dev_emotion"])
+        return f"best policy: {self.path}/best (step {top['step']}, dev {top['dev_emotion']:.1f}{'; before RL, no later score was higher' * (top['step'] == 0)})"
+
     def sample(self, step, text):
         if self.writes:
             (self.path / "samples" / f"step_{step:06d}.txt").write_text(text + "\n", encoding="utf-8")

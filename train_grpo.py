@@ -242,7 +242,7 @@ def main(argv=None):
     if args.resume and args.world != ranks.WORLD:
         die(f"--resume {args.resume}: was begun with {args.world} processes and can only go on with as many; this is {ranks.WORLD}")
     if args.groups % (args.minibatches * ranks.WORLD):
-        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}")
+        die(f"--minibatches {args.minibatches}{f' x {ranks.WORLD} processes' * (ranks.WORLD > 1)} does not divide --groups {args.groups}; give other --minibatches or --groups")
     if args.group_size < 2:
         die("--group_size 1: GRPO compares the dialogues of a group; use 2 or more")
     if not args.resume and Path(args.run).exists():
@@ -299,7 +299,7 @@ def main(argv=None):
     count = lambda ps: sum(q.numel() for q in ps)
     talk = dict(max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, max_tokens=args.max_tokens, temperature=args.temperature)
     print(f"policy: {count(model.parameters()) / 1e6:.1f} M parameters, {count(parameters) / 1e6:.1f} M of them trained")
-    print(f"a step: {args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
+    print(f"a step: {f'{ranks.WORLD} processes with together ' * (ranks.WORLD > 1)}{args.groups} groups x {args.group_size} = {args.groups * args.group_size} dialogues of <= {args.max_turns} replies of <= {args.max_new_tokens} tokens, then {args.epochs} x {args.minibatches} optimiser steps")
     print(f"the reward is {users.note}; {len(train)} training, {len(dev)} dev, {len(heldout)} held-out scenarios")
 
     # ------------------------------------------------------------------------------------------ evaluation
@@ -391,7 +391,7 @@ def main(argv=None):
                       **{k: found[k] for k in ("emotion", "success", "failure", "failed", "tokens", "cut", "malformed", "perceived", "follows", "mirrors", "distinct_2", "parts", "intents")}, **ranks.mean_of(users.report()), **({"curriculum": {**controller.metrics(), "outcomes": outcomes}} if args.curriculum != "no-states" else {})}
             run.sample(step + 1, "\n\n".join("\n".join([transcript(e), *(f"  {name:9} {r}" for name, r in zip(streams, worth)), f"  tokens    {' | '.join(marked(row, tokenizer) for row in e.rows)}"]) for e, *worth in list(zip(episodes, *streams.values()))[::args.group_size]))
             if found["malformed"] == 100:
-                print(f"warning: no reply had the form of --template {args.template}, so every reward is 0 and nothing can be learned; imitate some first (train_sft.py), or raise --max_new_tokens", flush=True)
+                print(f"warning: no reply had the form of --template {args.template}, so the emotion is worth 0 in every one; raise --max_new_tokens, or take a model that writes the form when asked", flush=True)
             if (step + 1) % args.eval_every == 0:
                 score_dev(record)
             clock.append(time.time())
@@ -399,7 +399,8 @@ def main(argv=None):
             tokens = sum(len(r.ids) for e in episodes for r in e.rows)
             run.log({**record, "seconds": seconds, "tokens_per_second": round(tokens / (clock[2] - clock[0]))})
             dev_text = f"  dev {record['dev_emotion']:.1f}" if "dev_emotion" in record else ""
-            print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
+            rubric_text = f"  rubric {record['reward_rubric']:.2f}" if "reward_rubric" in record else ""
+            print(f"step {step + 1:3d}  emotion {record['emotion']:.1f}{dev_text}{rubric_text}  entropy {record['entropy']:.2f}  kl {record['kl']:.4f}  grad {record['grad_norm']:.2f}  "
                   f"{record['tokens']:.0f} tokens/reply  rollout {seconds['rollout']:.0f} s  update {seconds['update']:.0f} s  {tokens / (clock[2] - clock[0]):.0f} tokens/s", flush=True)
             stopping = bool(ranks.total(int(stop.asked)))      # read once: a Ctrl-C from here on is seen by the next step
             if (step + 1) % args.save_every == 0 or step + 1 == args.steps or stopping:
@@ -418,7 +419,7 @@ def main(argv=None):
         except BudgetSpent as e:
             die(f"{e}; the run is saved, only the closing table is missing: --resume {run.path} --server_calls N")
         (run.path / "result.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print(f"best policy: {run.path}/best    to look at: {run.path}/report.html    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
+    print(f"{run.best()}    to look at: {run.path}/report.html    next: python evaluate.py run --model {run.path}    python chat.py --model {run.path}")
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def resolve(name, flag="--model"):
     if path.is_dir():
         missing = [f for f in ("config.json", "tokenizer.json") if not (path / f).is_file()] + ["*.safetensors"] * (not list(path.glob("*.safetensors")))
         return path if not missing else die(f"{flag} {name}: the folder lacks {' and '.join(missing)} (a half-written checkpoint?)")
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        die(f"{flag} {name}: no such folder or file; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
+    if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") != 1 or path.parent.is_dir():
+        die(f"{flag} {name}: no such folder or file{' yet, python train_ppo.py --run ' + name + ' makes one' if name.startswith('runs/') else ''}; give smollm2-135m, a hub name like Qwen/Qwen2.5-0.5B-Instruct, an HF folder or a .gguf")
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
