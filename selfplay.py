@@ -216,7 +216,7 @@ def self_grpo(args, us, device, dtype):
             if stop.asked and step + 1 < args.steps:
                 stopped(begun, len(records), args.steps)
     save(model, tokenizer, run / "grpo", base=str(run / start))
-    return found + [evaluate(model, chat, heldout, "SELF-GRPO")]
+    return found + [evaluate(model, chat, heldout, "SELF-GRPO") | {"steps": [{k: r[k] for k in ("reward", "right", "unread", "flat_groups", "entropy", "dev") if k in r} for r in records]}]
 
 
 # ---------------------------------------------------------------------------------------------- the flywheel
@@ -280,7 +280,7 @@ def fly(args, us, device, dtype):
             if last:
                 break
     save(model, tokenizer, run / "fly", base=str(run / start))
-    return found + [evaluate(model, chat, heldout, "flywheel")]
+    return found + [evaluate(model, chat, heldout, "flywheel") | {"rounds": [{k: r[k] for k in ("lines", "kept", "kept_by_label", "dev", "agreement", "label_entropy", "taken_back")} for r in records]}]
 
 
 def begin(args, us, device, dtype):
