@@ -122,7 +122,7 @@ def files(tmp_path_factory):
 
 
 def run(files, what, *flags):
-    common = ["--preferences", str(files / "p.jsonl"), "--dtype", "fp32", "--threads", "2"]
+    common = ["--preferences", str(files / "p.jsonl"), "--dtype", "fp32", "--threads", "1"]
     return care.main([what, *common, *flags] + (["--demonstrations", str(files / "d.jsonl")] if what == "sft" else []))
 
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 import transformers
 
+import ranks
+import train_grpo
+import train_ppo
 from conftest import ROOT, ours
 from test_train_grpo import TINY, metrics
 from weights import load, save
@@ -102,7 +105,7 @@ def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_pa
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
-def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folder, tmp_path):
+def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folder, tmp_path, monkeypatch, capsys):
     """Each rank plays its own groups; the folder has every step once, all dialogues in it; 1 + 1 steps are 2, to the digit (PPO's run is not repeated: it shares this code);
     another number of processes is refused."""
     shutil.copytree(tiny_folder, tmp_path / "generator" / "sft")
@@ -121,14 +124,17 @@ def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folde
     assert metrics(tmp_path / "one") == b
     kept = [torch.load(tmp_path / run / "checkpoint" / "state.pt", weights_only=True)["rewards"] for run in ("one", "two")]
     assert kept[0] == kept[1] and len(set(kept[0])) == 2   # what each rank's judge and generator had said is its own again
-    alone = subprocess.run([sys.executable, ROOT / script, "--resume", tmp_path / "one", "--steps", "3"], capture_output=True, text=True)
-    assert alone.returncode == 2 and "2 processes" in alone.stderr
-    odd = torchrun(3, [ROOT / script, "--run", tmp_path / "three", "--steps", 1, *flags])
-    assert odd.returncode != 0 and "3 processes" in odd.stderr and not (tmp_path / "three").exists()
+    monkeypatch.setattr(ranks, "everyone", lambda rows: rows)
+    monkeypatch.setattr(ranks, "begin", lambda device: device)         # what is refused is refused before they meet
+    for world, word, more in ((1, "2 processes", ["--resume", tmp_path / "one", "--steps", 3]), (3, "with 2 processes", ["--resume", tmp_path / "one"]), (3, "3 processes", ["--run", tmp_path / "three", "--steps", 1, *flags])):
+        monkeypatch.setattr(ranks, "WORLD", world)
+        with pytest.raises(SystemExit) as e:
+            train_grpo.main(list(map(str, more)))
+        assert e.value.code == 2 and word in capsys.readouterr().err and not (tmp_path / "three").exists()
 
 
 @pytest.mark.parametrize("script,more", [("train_grpo.py", ["--kl", "0.01"]), ("train_ppo.py", ["--critic", "separate"])])
-def test_a_parted_run_saves_whole_weights_and_resumes(script, more, tiny_folder, tmp_path):
+def test_a_parted_run_saves_whole_weights_and_resumes(script, more, tiny_folder, tmp_path, capsys):
     """--fsdp: the checkpoint and best/ are those of an ordinary run; 1 + 1 steps are 2, to the digit; the first step says what whole copies would have said."""
     flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", *more]
     resumes = script == "train_grpo.py"                    # PPO's shares that code
@@ -144,5 +150,6 @@ def test_a_parted_run_saves_whole_weights_and_resumes(script, more, tiny_folder,
     model, _ = load(str(tmp_path / "one" / "best"))
     state = torch.load(tmp_path / "one" / "checkpoint" / "state.pt", weights_only=True)
     assert all(type(v) is torch.Tensor and v.shape == model.state_dict()[k].shape for k, v in state["model"].items())
-    alone = subprocess.run([sys.executable, ROOT / script, "--model", tiny_folder, "--run", tmp_path / "x", "--fsdp"], capture_output=True, text=True)
-    assert alone.returncode == 2 and "torchrun" in alone.stderr
+    with pytest.raises(SystemExit):
+        {"train_grpo.py": train_grpo, "train_ppo.py": train_ppo}[script].main(["--model", tiny_folder, "--run", str(tmp_path / "x"), "--fsdp"])
+    assert "torchrun" in capsys.readouterr().err

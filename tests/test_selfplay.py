@@ -100,7 +100,7 @@ def few(tmp_path_factory):
 
 
 def test_all_stages_on_a_tiny_model(few, tiny_folder, tmp_path, monkeypatch, capsys):
-    run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
+    run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "1"]
     assert selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--epochs", "1", "--express", "--unlabelled", "0.5", *common, "--record", str(tmp_path / "r.jsonl")]) == 0
     kept = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [k["name"] for k in kept] == ["base", "sft"] and kept[0]["n"] == 6 and np.sum(kept[0]["confusion"]) == 6
@@ -121,7 +121,7 @@ def test_all_stages_on_a_tiny_model(few, tiny_folder, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("what,flags", [("grpo", ["--steps", "3", "--batch", "4", "--group_size", "4"]), ("fly", ["--rounds", "3", "--lines", "4", "--group_size", "2"])])
 def test_a_stage_stopped_half_way_goes_on_to_the_same_model(what, flags, few, tiny_folder, tmp_path, monkeypatch, capsys):
-    a, b, common = tmp_path / "a", tmp_path / "b", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
+    a, b, common = tmp_path / "a", tmp_path / "b", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "1"]
     selfplay.main(["sft", "--model", tiny_folder, "--out", str(a), "--epochs", "1", "--express", *common])
     shutil.copytree(a, b)
     monkeypatch.setattr(selfplay, "parse", lambda text: F({LABELS[1 + len(text) % 2]}))
@@ -167,7 +167,7 @@ def whole_lines(monkeypatch):
 
 def test_the_guard_takes_a_harmful_round_back(few, tiny_folder, tmp_path, monkeypatch, capsys):
     """Accuracy on gold falls after the first round: it is undone, and the rounds end."""
-    run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "2"]
+    run, common = tmp_path / "emo", ["--emotions", str(few), "--train_layers", "1", "--dtype", "fp32", "--threads", "1"]
     selfplay.main(["sft", "--model", tiny_folder, "--out", str(run), "--epochs", "1", *common])
     monkeypatch.setattr(selfplay, "keepable", lambda *a: True)
     trained, equal = whole_lines(monkeypatch), []
