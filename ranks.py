@@ -190,10 +190,12 @@ def whole(state):
     return state.full_tensor().cpu() if hasattr(state, "full_tensor") else state
 
 
-def part(optimizer):
-    """After optimizer.load_state_dict() of whole tensors: each rank keeps its part of the moments."""
+def part(optimizer, state):
+    """An optimizer's state dict of whole tensors as what this rank holds of it, cut one by one, in place: whole they may be more than a GPU has. -> state, for optimizer.load_state_dict()"""
     from torch.distributed.tensor import distribute_tensor
-    for p, moments in optimizer.state.items():
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        moments = state["state"].get(index, {})
         for name, value in moments.items():
-            if hasattr(p, "full_tensor") and torch.is_tensor(value) and not hasattr(value, "full_tensor") and value.shape == p.shape:
-                moments[name] = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+            if hasattr(p, "full_tensor") and value.shape == p.shape:
+                moments[name] = distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return state

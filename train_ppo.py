@@ -407,9 +407,7 @@ def main(argv=None):
     controller = Curriculum(settings, INTENTS, list(map(str, STATES)), sharing=not args.no_sharing)
     start, best, pending = 0, -1.0, {"step": 0}
     if state is not None:
-        optimizer.load_state_dict(state["optimizer"])
-        if args.fsdp:
-            ranks.part(optimizer)
+        optimizer.load_state_dict(ranks.part(optimizer, state["optimizer"]) if args.fsdp else state["optimizer"])
         controller.load_state_dict(state["curriculum"])
         stack.load_state(state["rewards"][ranks.RANK])
         start, best, pending = state["step"], state["best"], json.loads(state["pending"])
