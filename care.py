@@ -26,7 +26,7 @@ from backend import BudgetSpent, LocalModel, add_server_flags, check_backend, ge
 from episode import Row
 from rollout import Chat, answers
 from rubric import ASPECTS, CARE_SAFE, DIMENSIONS, FIXED, Generated, LanguageRater, Moment, Question, Rubric, ScriptedRater, filled, prior, prompt, read, rubric_scores, shares
-from rundir import Flags, StopOnInterrupt, die, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
+from rundir import Flags, StopOnInterrupt, die, keep_begun, new_folder, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
 from scenarios import load_scenarios, read_lines
 from scores import history_of, read_rows
 from simulator import ScriptedUser
@@ -218,15 +218,11 @@ def kept(run):
 def sft(args, rater, device, dtype):
     """Negative log-likelihood of care-prior's rubric given the moment; measured on the held-out pairs before and after."""
     run, pairs = Path(args.out), load_preferences(args.preferences)
-    trained = (run / "sft" / "model.safetensors").is_file() and not any(r["stage"] == "sft" for r in kept(run))      # stopped before it was measured
+    trained = all((run / name).is_file() for name in ("config.json", "sft/model.safetensors")) and not any(r["stage"] == "sft" for r in kept(run))      # stopped before it was measured
     if trained and (other := [k for k, v in read_json(run / "config.json").items() if k != "threads" and not k.startswith("server_") and v != getattr(args, k, None)]):
         die(f"--out {run} was made with another --{other[0]}, and is not measured yet; give the same, or remove it")
-    if run.exists() and not trained:
-        die(f"--out {run} exists; give another name or remove it")
-    try:
-        run.parent.mkdir(parents=True, exist_ok=True)      # before the work, not after it
-    except OSError as e:
-        die(f"--out {run}: {e.strerror}; give another folder")
+    if not trained:
+        new_folder(run)
     moments, heldout = lessons(pairs, args.demonstrations, args.seed), [p for p in pairs if p.split == "heldout"]
     resolve(args.model)
     model, tokenizer = load(str(run / "sft") if trained else args.model, dtype, device)

@@ -174,7 +174,7 @@ def start(args):
                 if line.startswith("step   1"):
                     steps.append(time.time() - begin)
             if run.wait():
-                die(f"train_grpo.py failed: {printed[-1:]}")
+                die(f"train_grpo.py failed: {last_words(chr(10).join(printed))}")
     imported, first = statistics.median(imports), statistics.median(steps)
     print(f"{args.model}: imports {imported:.1f} s; {first:.1f} s to the first update, on 8 dialogues of one turn")
     finish(args, import_seconds=round(imported, 2), seconds=round(first, 2))

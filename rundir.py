@@ -110,6 +110,18 @@ def writable(text):
     return text
 
 
+def new_folder(path):
+    """A folder that is not there yet and whose parent is there or can be made: SystemExit before the work whose result it takes, not after it. -> Path"""
+    path = Path(path)
+    if path.exists():
+        die(f"--out {path} exists; give another name or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        die(f"--out {path}: {e.strerror}; give another folder")
+    return path
+
+
 def read_json(path, rows=False):
     """A JSON object, or with rows a list of them, one a line. SystemExit names file and line of what is not one; OSError where there is no file.
     A last row without its newline was being written when the program was killed: it is left out."""

@@ -26,7 +26,7 @@ from emotions import LABELS, Utterance, classification, consistency, iou, majori
 from episode import Row
 from model import Cache, append
 from rollout import Chat, answers
-from rundir import Flags, StopOnInterrupt, die, fraction, keep_begun, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
+from rundir import Flags, StopOnInterrupt, die, fraction, keep_begun, new_folder, nonnegative, positive, read_json, record_result, seed_number, take_up, writable, write_rows
 from stats import bootstrap, half_up
 from train_grpo import trajectory_advantages, update
 from train_sft import fit
@@ -132,13 +132,7 @@ def unlabelled(us, share, seed):
 # ---------------------------------------------------------------------------------------------- imitation
 def sft(args, us, device, dtype):
     """Negative log-likelihood of the gold labels, and with --express of the line itself, given its emotion. --shuffle: labels dealt at random, the control that must learn nothing."""
-    run = Path(args.out)
-    if run.exists():
-        die(f"--out {run} exists; give another name or remove it")
-    try:
-        run.parent.mkdir(parents=True, exist_ok=True)      # before the work, not after it
-    except OSError as e:
-        die(f"--out {run}: {e.strerror}; give another folder")
+    run = new_folder(args.out)
     hidden = unlabelled(us, args.unlabelled, args.seed)
     train, heldout = ([u for u in us if u.split == split and u.gold and u.dialogue not in hidden] for split in ("train", "heldout"))
     if not train:

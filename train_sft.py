@@ -22,7 +22,7 @@ from emotions import EDF, felt_by, regulate
 from episode import Row, collate, micro_batches
 from model import token_logprobs
 from rollout import ASKED, Chat
-from rundir import Flags, die, nonnegative, positive, seed_number
+from rundir import Flags, die, new_folder, nonnegative, positive, seed_number
 from scenarios import load_scenarios, read_lines
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
@@ -164,12 +164,7 @@ def main():
         torch.set_num_threads(args.threads)
     device = pick_device()
     dtype = pick_dtype(args.dtype, device)
-    if Path(args.out).exists():
-        die(f"--out {args.out} exists; give another name or remove it")
-    try:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)       # before the work, not after it
-    except OSError as e:
-        die(f"--out {args.out}: {e.strerror}; give another folder")
+    new_folder(args.out)
     dialogues = load_demonstrations(args.demonstrations)
     if args.template == "edf" and (without := sum("scenario" not in row for _, row in read_demonstrations(args.demonstrations))):
         print(f"{without} of {len(dialogues)} dialogues name no scenario of ours: the feeling that is imitated before their replies is neutral")
