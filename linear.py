@@ -109,6 +109,9 @@ def keep(module, name, form, make):
     kept = KEPT.setdefault(module, {})
     state = [UPDATES[0] if w.requires_grad else 0 for w in sources] + [v for w in sources for v in (w._version, w.data_ptr())]
     if (name, form) not in kept or kept[name, form][0] != state:
-        kept.pop((name, form), None)                       # the old copy goes before the new one is made
-        kept[name, form] = (state, make(module.merged() if len(sources) > 1 else sources[0].detach()))
+        old = kept.pop((name, form), (None, None))[1]
+        if old is not None and old.layout != torch.strided:
+            old = None                                     # laid out for the CPU: the old copy goes before the new one is made
+        new = make(module.merged() if len(sources) > 1 else sources[0].detach())
+        kept[name, form] = (state, new if old is None or old.shape != new.shape or old.device != new.device else old.copy_(new))       # a cast stays where it lies: recorded steps know its address
     return kept[name, form][1]

@@ -247,7 +247,10 @@ def gpu(args):
                 print(f"graphs {size} {dtype} B={B}: left out, {max(0, left()):.0f} s are left")
                 continue
             model.dtype = DTYPES[dtype]
-            tokens(True, B, temperature)                   # warm
+            tokens(True, B, temperature)                   # warm: recorded here, replayed below, with weights that an optimiser might have moved meanwhile
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.001)
             (a, la), with_graph = tokens(True, B, temperature)
             still_on = network.GRAPHS["device"] == "cuda"
             (e, le), without = tokens(False, B, temperature)

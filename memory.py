@@ -44,7 +44,10 @@ def plan(c, dtype, device, layers, lora, dialogues, max_tokens, micro_tokens, po
     copies += b * sum(m.weight.numel() for m in adapted) * (policies * (b == 2) + frozen * (device.type == "cpu"))
     on_host = offload and device.type != "cpu"             # offloaded on a CPU, Adam's own copy of the weights is one more in the same memory
     always = {"weights, fp32": 4 * (parameters + adapters) * networks // shards, "copies to sample with": copies, "Adam": 0 if on_host else (8 + 4 * offload) * trained * policies // shards}
-    sampling = {"cache": dialogues * max_tokens * 2 * c.layers * c.kv_heads * c.head_dim * b, "logits": 6 * 4 * dialogues * c.vocab, "gathered": 4 * parameters * (shards > 1)}
+    cache = lambda rows, slots: rows * slots * 2 * c.layers * c.kv_heads * c.head_dim * b
+    if device.type == "cuda" and dialogues and shards == 1:
+        always["cache of recorded steps"] = cache(1 << (dialogues - 1).bit_length(), -(-max_tokens // 256) * 256)       # model.Desk
+    sampling = {"cache": cache(dialogues, max_tokens), "logits": 6 * 4 * dialogues * c.vocab, "gathered": 4 * parameters * (shards > 1)}
     depth = len(blocks) if checkpointed else 0
     update = {"gradients": 4 * trained * policies // shards, "casts": b * trained if b == 2 else 0,
               "activations": micro_tokens * (depth * kept_per_token(c, b, True) + (len(blocks) if not checkpointed else 1) * kept_per_token(c, b) + 3 * b * c.mlp + 8 * c.width),

@@ -13,13 +13,14 @@ and retiring a row all one-liners.
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from linear import Linear, product
+from linear import Linear, cast, product
 
 # ---------------------------------------------------------------------------------------------- configuration
 @dataclass
@@ -72,6 +73,14 @@ class Cache:
             for x in (self.k, self.v):
                 x[:, to, :, :self.top] = x[:, come, :, :self.top]
             self.n[to] = self.n[come]
+
+    def take(self, other, order):
+        """Row order[i] of `other` comes to place i, as many slots of it as self has in use; layer by layer, so that no second copy of it all is made on the way."""
+        order = torch.as_tensor(order, device=self.n.device)
+        for mine, theirs in ((self.k, other.k), (self.v, other.v)):
+            for layer, from_layer in zip(mine, theirs):
+                layer[:len(order), :, :self.top] = from_layer[order, :, :self.top]
+        self.n[:len(order)] = other.n[order]
 
     def reserve(self, slots):
         """Make room for `slots` slots in all; grows by blocks of 128, so that memory follows the dialogues' real length."""
@@ -323,33 +332,31 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
     not depend on which other rows are alive. Finished flags are read back every `check_every` tokens (the only host
     sync of the loop); then rows that still talk are moved to the front and the others cost nothing more.
 
-    CUDA: launching a step's kernels one by one takes longer than running them, so a step is recorded once (torch.cuda.CUDAGraph) and replayed. A recording holds one number of rows
-    and of cache slots; rows are retired in powers of two, so that there are few. It lives in one call, where weights don't change.
+    CUDA: launching a step's kernels one by one takes longer than running them, so a step is recorded once (torch.cuda.CUDAGraph) and replayed, in later calls and after optimiser steps
+    too: see Desk. A recording holds one number of rows and of cache slots; rows come in powers of two and slots in multiples of 256, so that there are few.
     """
     B, device, longest = len(budgets), cache.n.device, max(budgets)
     start = int(cache.n.max())
     assert start + longest <= model.config.max_positions, f"{start + longest} tokens, but the model knows {model.config.max_positions} positions"
     record = device.type == GRAPHS["device"] and not hasattr(model, "unshard")         # parted layers (--fsdp) put work on streams that a recording can't follow
     cache.reserve(start + longest + 1)
-    budget = torch.tensor(budgets, device=device)
-    stops = torch.tensor(sorted(stop_ids), device=device)
-    uniform = torch.rand(B, longest, generator=generator).to(device)
-    tokens = torch.zeros(B, longest, dtype=torch.long, device=device)
-    logprobs = torch.zeros(B, longest, device=device)
-    count = torch.zeros(B, dtype=torch.long, device=device)
     cache.top = start
-    order = list(range(B))                                 # order[place] = row; the first len(live) places are being decoded
-    live, view = torch.arange(B, device=device), cache     # live: rows at those places
-    going, token, hidden = torch.ones(B, dtype=torch.bool, device=device), torch.zeros_like(live), hidden.clone()
-    at = torch.zeros(1, dtype=torch.long, device=device)   # t, where a replayed step can count it
-    seen = None if states is None else hidden.new_zeros(B, longest, hidden.shape[1])
+    rows, slots = (1 << (B - 1).bit_length(), -(-(start + longest) // 256) * 256) if record else (B, 0)        # rows beyond B are never going
+    desk = Desk.kept(model, rows, longest, slots, states is not None) if record else Desk(model, rows, longest, cache, states is not None)
+    if record:
+        desk.cache.top = start
+        desk.cache.take(cache, range(B))
+    desk.begin(hidden, budgets, stop_ids, banned, torch.rand(B, longest, generator=generator))
+    tokens, logprobs, count, budget, uniform, at, seen = desk.tokens, desk.logprobs, desk.count, desk.budget, desk.uniform, desk.at, desk.seen
+    order = list(range(rows))                              # order[place] = row; the first len(live) places are being decoded
+    token, live, going, state, view = desk.first(rows)     # live: rows at those places; state: what their next token is drawn from
 
     def draw():                                            # everything in place: a recording knows tensors by their address
-        if seen is not None:
-            seen[live, at] = hidden
-        logits = model.logits(hidden)                                                                 # (R, V)
+        if states is not None:
+            seen[live, at] = state
+        logits = model.logits(state)                                                                  # (R, V)
         if banned is not None:
-            logits.masked_fill_(banned, float("-inf"))
+            logits.masked_fill_(desk.banned, float("-inf"))
         if temperature > 0:
             logits /= temperature
         lse = logits.logsumexp(-1, keepdim=True)                                                      # (R, 1)
@@ -364,17 +371,17 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
         tokens[live, at] = token
         logprobs[live, at] = (logits.gather(1, token[:, None]) - lse)[:, 0]
         count[live] += going.long()
-        going.logical_and_(~torch.isin(token, stops) & (at + 1 < budget[live]))
+        going.logical_and_(~desk.stops[token] & (at + 1 < budget[live]))
         at.add_(1)
 
     def step():
-        view.top = (start + longest if record else start + t) - 1      # recorded: a mask over all slots that will be there
+        view.top = (slots or start + t) - 1                # recorded: a mask over all slots that will be there
         # a finished row keeps writing garbage to its slot n, which nobody sees: its n stays
-        hidden.copy_(model(token[:, None], view, going.long())[:, 0])                                 # (R, D)
+        state.copy_(model(token[:, None], view, going.long())[:, 0])                                  # (R, D)
         draw()
 
     draw()
-    t, graph = 0, None
+    t = 0
     for t in range(1, longest):
         if t % check_every == 0:
             alive = going.tolist()
@@ -383,34 +390,93 @@ def sample(model, cache, hidden, budgets, stop_ids, banned=None, temperature=1.0
             size = 1 << (sum(alive) - 1).bit_length() if record else sum(alive)
             if size <= (0.5 if record else 0.75) * len(alive):
                 places = [p for p, a in enumerate(alive) if a] + [p for p, a in enumerate(alive) if not a]
-                cache.top = start + t
-                cache.permute(places + list(range(len(alive), B)))
+                desk.cache.top = start + t
+                desk.cache.permute(places)
                 order[:len(alive)] = [order[p] for p in places]
                 index = torch.tensor(places[:size], device=device)
-                token, live, going, hidden, view, graph = token[index], live[index], going[index], hidden[index], cache.first(size), None
-        if graph is not None:
-            graph.replay()
-        elif record and longest - t > 16:
-            graph = recorded(step)
-            record = graph is not None
+                for x in (token, live, going, state):
+                    x[:size] = x[index]
+                token, live, going, state, view = desk.first(size)
+        key = (len(live), slots, temperature, top_k, top_p, banned is None, states is None)
+        if record and key in desk.recordings:
+            desk.recordings[key].replay()
+        elif record:
+            graph = recorded(step, desk.pool)
+            if record := graph is not None:
+                desk.recordings[key] = graph
         else:
             step()
-    back = [0] * B
+    back = [0] * rows
     for place, row in enumerate(order):
         back[row] = place
     cache.top = start + t + 1
-    cache.permute(back)
-    count = count.tolist()
-    if seen is not None:
-        states += [s[:n] for s, n in zip(seen, count)]
-    rows_t, rows_l = tokens.tolist(), logprobs.tolist()
+    cache.take(desk.cache, back[:B]) if slots else cache.permute(back)
+    count = count[:B].tolist()
+    if states is not None:
+        states += [s[:n].clone() for s, n in zip(seen, count)]
+    rows_t, rows_l = tokens[:B, :longest].tolist(), logprobs[:B, :longest].tolist()
     return [r[:n] for r, n in zip(rows_t, count)], [r[:n] for r, n in zip(rows_l, count)]
 
 
+class Desk:
+    """All that a decode step reads and writes besides weights: `rows` places, `length` tokens each. Rows that still talk are the first; first(R) is a view of R places.
+
+    A recording knows tensors by their address alone. So each model keeps one desk, with a cache of its own (the caller's is copied there and back, two passes over it a call) and the
+    steps recorded on it, and it only grows. Weights stay where they are as well: an optimiser writes in place, and linear.keep renews a cast where the old one lay.
+    What did move (a load, --fsdp) is seen by addresses(), and the recordings are made again. Without recording a desk lives for one call, on the caller's cache.
+    """
+    def __init__(self, model, rows, length, cache, seen):
+        c, device = model.config, cache.n.device
+        zeros = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device=device)
+        self.cache, self.size = cache, (rows, length, cache.k.shape[3], seen)
+        self.token, self.live, self.count, self.budget, self.at = zeros(rows), zeros(rows), zeros(rows), zeros(rows), zeros(1)     # at: t, where a replayed step can count it
+        self.going, self.stops, self.banned = (zeros(n, dtype=torch.bool) for n in (rows, c.vocab, c.vocab))
+        self.tokens, self.uniform, self.logprobs = zeros(rows, length), zeros(rows, length, dtype=torch.float32), zeros(rows, length, dtype=torch.float32)
+        self.state = zeros(rows, c.width, dtype=model.dtype)
+        self.seen = zeros(rows, length, c.width, dtype=model.dtype) if seen else None
+        self.places, self.pool, self.recordings = None, None, {}
+
+    @staticmethod
+    def kept(model, *size):
+        """The model's desk of at least this size (rows, tokens, slots, whether states are kept), without the recordings that no longer hold."""
+        desk, where = DESKS.get(model), (model.dtype, model.model.embed_tokens.weight.device)
+        if desk is None or (desk.state.dtype, desk.state.device) != where or any(a > b for a, b in zip(size, desk.size)):
+            rows, length, slots, seen = (max(a, b) for a, b in zip(size, desk.size if desk else size))
+            DESKS.pop(model, None)                         # the old one goes before the new one is made
+            del desk
+            desk = DESKS[model] = Desk(model, rows, length, Cache(model, rows, slots), seen)
+        if (places := addresses(model)) != desk.places:
+            desk.places, desk.recordings = places, {}
+            desk.pool = torch.cuda.graph_pool_handle() if desk.cache.n.is_cuda else None       # one for all: only one recording runs at a time, and none leaves anything there
+        return desk
+
+    def begin(self, hidden, budgets, stop_ids, banned, uniform):
+        B = len(hidden)
+        self.live.copy_(torch.arange(len(self.live)))
+        self.going.copy_(self.live < B)
+        self.count.zero_(), self.at.zero_(), self.stops.zero_()
+        self.stops[list(stop_ids)] = True
+        if banned is not None:
+            self.banned.copy_(banned)
+        self.state[:B], self.budget[:B], self.uniform[:B, :uniform.shape[1]] = hidden, torch.tensor(budgets), uniform
+
+    def first(self, rows):
+        return self.token[:rows], self.live[:rows], self.going[:rows], self.state[:rows], self.cache.first(rows)
+
+
 GRAPHS = {"device": "cuda", "stream": None}                # device: where steps are recorded, None once that failed; stream: the one on which they all are, since each keeps a workspace of its own
+DESKS = WeakKeyDictionary()                                # model -> its desk
 
 
-def recorded(step):
+@torch.no_grad()
+def addresses(model):
+    """Where a decode step finds each weight and each cast, which are brought up to date where they are."""
+    products = {id(m) for m in model.modules() if isinstance(m, Linear)} | {id(model.head)}
+    return [place.data_ptr() for m in model.modules() for name, w in m._parameters.items() if w is not None
+            for place in (w, cast(m, name, model.dtype) if id(m) in products and name in ("weight", "bias") else w)]
+
+
+def recorded(step, pool):
     """Runs step() once, on the stream of recordings, then records it there without running. -> the CUDAGraph, or None and one printed line where this machine can't."""
     GRAPHS["stream"] = side = GRAPHS["stream"] or torch.cuda.Stream()
     before = torch.cuda.current_stream()
@@ -420,7 +486,7 @@ def recorded(step):
     before.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:                                                   # thread_local: what other threads do meanwhile (a served user, a communication watchdog) spoils nothing
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             step()
         return graph
     except RuntimeError as e:
