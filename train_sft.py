@@ -27,7 +27,8 @@ from scenarios import load_scenarios, read_lines
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
 Demonstration = namedtuple("Demonstration", "lines feeling", defaults=["neutral"])
-DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
+DEFAULTS = dict(lr=3e-4, batch=8, train_layers=15, seed=0)
+EPOCHS = {"none": 2, "edf": 1}                             # edf: two rows a reply, each with all that was said before, are 8 times the tokens of one row a dialogue
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
@@ -131,8 +132,8 @@ RECIPE = inspect.getsource(imitate) + inspect.getsource(fit) + inspect.getsource
 def cold_start(name, file, device, dtype, template="none"):
     """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
     source, made_for = resolve(name), "edf" if template == "edf" else "none"       # there are no plans to imitate: with think the policy starts from plain replies
-    stamp = hashlib.sha256()
-    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(DEFAULTS), str(dtype), device.type, ASKED[made_for], made_for, json.dumps(EDF) * (made_for == "edf"), RECIPE):
+    how, stamp = {"epochs": EPOCHS[made_for], **DEFAULTS}, hashlib.sha256()
+    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(how), str(dtype), device.type, ASKED[made_for], made_for, json.dumps(EDF) * (made_for == "edf"), RECIPE):
         stamp.update(part if isinstance(part, bytes) else part.encode())
     folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
     if (folder / "config.json").is_file():
@@ -141,7 +142,7 @@ def cold_start(name, file, device, dtype, template="none"):
     dialogues = load_demonstrations(file)
     print(f"cold start: imitation of {len(dialogues)} dialogues from {file}, once; kept in {folder}")
     model, tokenizer = load(name, dtype, device)
-    imitate(model, Chat(tokenizer, model.config.vocab, template=made_for), dialogues, **DEFAULTS)
+    imitate(model, Chat(tokenizer, model.config.vocab, template=made_for), dialogues, **how)
     save(model, tokenizer, folder)
     return folder
 
@@ -151,7 +152,7 @@ def main():
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder or .gguf (default: %(default)s)")
     p.add_argument("--demonstrations", default="data/demonstrations.jsonl", help="JSONL of dialogues (default: %(default)s)")
     p.add_argument("--out", default="runs/sft", help="HF folder to write (default: %(default)s)")
-    p.add_argument("--epochs", type=positive(int), default=DEFAULTS["epochs"], help="passes over the file (default: %(default)s)")
+    p.add_argument("--epochs", type=positive(int), help=f"passes over the file (default: {EPOCHS['none']}, --template edf {EPOCHS['edf']})")
     p.add_argument("--lr", type=positive(float), default=DEFAULTS["lr"], help="peak learning rate (default: %(default)s)")
     p.add_argument("--batch", type=positive(int), default=DEFAULTS["batch"], help="dialogues a step (default: %(default)s)")
     p.add_argument("--train_layers", type=nonnegative(int), default=DEFAULTS["train_layers"], help="train the upper N layers and the final norm only; 0 = everything (default: %(default)s)")
@@ -172,7 +173,7 @@ def main():
     began = time.time()
     model, tokenizer = load(args.model, dtype, device)
     print(f"{args.model} on {device}, compute {dtype}; {len(dialogues)} dialogues, {sum(len(d.lines) // 2 for d in dialogues)} replies")
-    losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
+    losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs or EPOCHS[args.template], args.lr, args.batch, args.train_layers, args.seed)
     save(model, tokenizer, args.out)
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {args.out}")
     print(f"next: python evaluate.py run --model {args.out}{' --template edf' * (args.template == 'edf')}")
