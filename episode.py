@@ -1,7 +1,7 @@
 """
 What a dialogue leaves behind: `Episode`, its training rows token by token, batches of rows, and both as text.
 
-Left out on purpose: packing several rows into one sequence (the causal mask would no longer do), and anything that knows what a reward is.
+Rows of one dialogue, which all repeat what was said before, are read as one sequence (`Tree`). Left out on purpose: packing rows of different dialogues, and anything that knows what a reward is.
 """
 from dataclasses import dataclass, field
 
@@ -79,19 +79,48 @@ def micro_batches(rows, budget):
     return batches
 
 
-def collate(rows, device):
-    """Rows -> ids (B, T) right-padded, and for the N policy tokens: source (N,) flat index of the position that predicts the
-    token, target (N,), logp (N,) as sampled, and `at`, a list of (row, turn). Padding is known by length, never by id.
+@dataclass
+class Tree:
+    """Rows as one sequence in which what several begin with stands once: token k stands at position[k] of its rows, and is seen by the tokens k .. last[k] alone,
+    its own rows' later ones. places[r][i] is where token i of row r stands. What a token's hidden state hangs on is the same as in a row of its own.
+
+    Example: rows [7, 8, 9] and [7, 5] -> ids [7, 5, 8, 9], position [0, 1, 1, 2], last [3, 1, 3, 3], places [[0, 2, 3], [0, 1]].
+    """
+    rows: list
+
+    def __post_init__(self):
+        self.ids, self.position, self.last, self.places = [], [], [], [None] * len(self.rows)
+        path, before = [], []                              # where the tokens of the row before stand, and that row
+        for r in sorted(range(len(self.rows)), key=lambda r: self.rows[r].ids):        # in this order rows that begin alike are neighbours
+            row = self.rows[r].ids
+            shared = next((i for i, (a, b) in enumerate(zip(row, before)) if a != b), min(len(row), len(before)))
+            for k in path[shared:]:
+                self.last[k] = len(self.ids) - 1
+            path = path[:shared] + list(range(len(self.ids), len(self.ids) + len(row) - shared))
+            self.ids += row[shared:]
+            self.position += range(shared, len(row))
+            self.last += [0] * (len(row) - shared)
+            self.places[r], before = path, row
+        for k in path:
+            self.last[k] = len(self.ids) - 1
+
+
+def collate(trees, device):
+    """Trees (or rows, trees of one) -> ids (B, T) right-padded; branches, None where no tree has several rows, else (2, B, T): the positions, and the last token that sees each (model.Policy.forward); and for the
+    N policy tokens, tree by tree and row by row: source (N,) flat index of the position that predicts the token, target (N,), logp (N,) as sampled, and `at`, a list of (tree, turn).
+    Padding is known by length, never by id.
 
     Example: rows with ids [7, 8, 9] and mask [0, 1, 1] -> source [0, 1], target [8, 9], at [(0, 0), (0, 0)].
     """
-    T = max(len(r.ids) for r in rows)
-    ids = torch.tensor([r.ids + [0] * (T - len(r.ids)) for r in rows], device=device)                 # (B, T)
-    at = [(b, i) for b, r in enumerate(rows) for i, m in enumerate(r.mask) if m]
-    assert all(i > 0 for _, i in at), "the first token of a row cannot be the policy's"
+    trees = [t if isinstance(t, Tree) else Tree([t]) for t in trees]
+    T = max(len(t.ids) for t in trees)
+    pad = lambda values, fill: torch.tensor([v + [fill] * (T - len(v)) for v in values], device=device)       # (B, T)
+    branches = torch.stack((pad([t.position for t in trees], 0), pad([t.last for t in trees], T - 1))) if any(len(t.rows) > 1 for t in trees) else None
+    at = [(b, row, i, t.places[r]) for b, t in enumerate(trees) for r, row in enumerate(t.rows) for i, m in enumerate(row.mask) if m]
+    assert all(i > 0 for _, _, i, _ in at), "the first token of a row cannot be the policy's"
     pick = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device)
-    return (ids, pick([b * T + i - 1 for b, i in at], torch.long), pick([rows[b].ids[i] for b, i in at], torch.long),
-            pick([rows[b].logp[i] for b, i in at], torch.float32), [(b, rows[b].turn[i]) for b, i in at])
+    return (pad([t.ids for t in trees], 0), branches, pick([b * T + places[i - 1] for b, _, i, places in at], torch.long), pick([row.ids[i] for _, row, i, _ in at], torch.long),
+            pick([row.logp[i] for _, row, i, _ in at], torch.float32), [(b, row.turn[i]) for b, row, i, _ in at])
 
 
 def critic_rows(chat, episode, prefix=(), beyond=False):
@@ -114,21 +143,16 @@ def critic_rows(chat, episode, prefix=(), beyond=False):
 
 
 def training_batches(episodes, use, budget, device, read=lambda e: e.rows):
-    """The rows of episodes `use` as padded micro-batches within `budget` tokens. Yields ids (B, T), and for its N policy tokens source, target, logp
+    """Episodes `use` as padded micro-batches within `budget` tokens, a dialogue's rows as one tree. Yields ids (B, T), branches, and for its N policy tokens source, target, logp
     (N,) as collate has them, and three lists: the episode, the place among that episode's policy tokens, the turn. read(episode) -> its rows.
 
-    A dialogue that thinks has a row or two a turn, any other one row in all; places run on from row to row.
+    A dialogue that thinks has a row or two a turn, any other one row in all; places run on from row to row. Apart, the rows of an edf dialogue of six turns would be about five times its tree's tokens.
     """
-    rows = []
-    for i in use:
-        start = 0
-        for row in read(episodes[i]):
-            rows.append((i, start, row))
-            start += sum(row.mask)
-    for part in micro_batches([row for _, _, row in rows], budget):
-        ids, source, target, logp, at = collate([rows[j][2] for j in part], device)
-        episode, place = map(list, zip(*[(rows[j][0], rows[j][1] + k) for j in part for k in range(sum(rows[j][2].mask))]))
-        yield ids, source, target, logp, episode, place, [turn for _, turn in at]
+    trees = [Tree(read(episodes[i])) for i in use]
+    for part in micro_batches(trees, budget):
+        *batch, at = collate([trees[j] for j in part], device)
+        episode, place = map(list, zip(*[(use[j], k) for j in part for k in range(sum(sum(row.mask) for row in trees[j].rows))]))
+        yield *batch, episode, place, [turn for _, turn in at]
 
 
 # ---------------------------------------------------------------------------------------------- for the eyes

@@ -135,7 +135,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if layer_cache is None:                            # training: right padding needs no mask, a causal query can't see it
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+            if mask is not None:                           # with one, only kernels that know no groups are fast on CUDA
+                k, v = (x.repeat_interleave(H // K, 2) for x in (k, v))
+            y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=mask is None)
             return self.o_proj(y.transpose(1, 2).reshape(B, T, H * D))
         cache_k, cache_v, S = layer_cache                  # (B, K, Tmax, D) both; S slots are in use
         rows, slots, unpack = place                        # (B, 1), (B, T), None; of a packed chunk: (1, N), (1, N), its places in (B, T)
@@ -235,19 +237,23 @@ class Policy(nn.Module):
             self.rope[device] = (torch.cat((cos, cos), 1).to(device), torch.cat((-sin, sin), 1).to(device))      # (positions, head_dim)
         return self.rope[device]
 
-    def forward(self, ids, cache=None, lengths=None):
+    def forward(self, ids, cache=None, lengths=None, branches=None):
         """Hidden states after the final norm, (B, T, D) in the compute dtype.
 
         ids (B, T) long, right-padded with anything. cache None: positions 0..T-1 (training). Otherwise the chunk is
         appended: row b goes to positions n[b] .. n[b]+T-1 and n grows by lengths[b] (default T).
         Example: n = [3, 1], ids (2, 2), lengths = [2, 1] -> slots 3,4 of row 0 and slot 1 of row 1 are real, n = [5, 2].
+        branches (2, B, T), in training: sequences that are trees (episode.Tree); the position of each token, and the last one that sees it, from the token itself on.
         """
         B, T = ids.shape
         cos, sin = self.rope_table(ids.device)
         if cache is None:
-            assert T <= self.config.max_positions, f"{T} tokens, but the model knows {self.config.max_positions} positions"
+            assert branches is not None or T <= self.config.max_positions, f"{T} tokens, but the model knows {self.config.max_positions} positions"
             place = mask = None
             position = torch.arange(T, device=ids.device)[None]                                       # (1, T)
+            if branches is not None:
+                order, (position, last) = position, branches                                          # (B, T) each
+                mask = ((order[..., None] >= order[:, None]) & (order[..., None] <= last[:, None]))[:, None]      # (B, 1, T, T), one for all layers
         else:
             cache.top += T
             S = cache.top

@@ -188,14 +188,14 @@ def update(args, model, reference, optimizer, chat, episodes, advantages):
         use = [i for i in use if episodes[i].finish != "user_failed"]
         if not ranks.total(len(use)):
             continue
-        for ids, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
+        for ids, branches, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
             advantage = torch.tensor([advantages[i][t] for i, t in zip(episode, turn)], device=device)                # (N,)
-            hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
+            hidden = model(ids, branches=branches).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
             if reference is not None:
                 with torch.no_grad(), reference.without_adapters():
-                    logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)
+                    logp_reference, _ = token_logprobs(reference, reference(ids, branches=branches).flatten(0, 1)[source], target, banned, args.temperature)
                 d = logp_reference - logp
                 k3 = d.exp() - d - 1                       # its gradient pulls the right way; that of the mean of d has none in expectation
                 loss = loss + args.kl * k3

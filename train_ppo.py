@@ -161,12 +161,12 @@ def advantages(args, model, critic, reference, chat, episodes, streams, lam):
         if critic.own is None:
             value[i, :n] = critic(torch.cat(e.states)[:n], known[i, :n].to(device)).cpu()
     if critic.own is not None:
-        for ids, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e), beyond=True)), critic.own, learns=False):
-            value[episode, place] = critic(critic.own(ids).flatten(0, 1)[source], known[episode, place].to(device)).cpu()     # (B, T), then (N,)
+        for ids, branches, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e), beyond=True)), critic.own, learns=False):
+            value[episode, place] = critic(critic.own(ids, branches=branches).flatten(0, 1)[source], known[episode, place].to(device)).cpu()     # (B, T), then (N,)
     if reference is not None:
-        for ids, source, target, old, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), reference, learns=False):
+        for ids, branches, source, target, old, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), reference, learns=False):
             with reference.without_adapters():
-                logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, chat.banned.to(device), args.temperature)
+                logp_reference, _ = token_logprobs(reference, reference(ids, branches=branches).flatten(0, 1)[source], target, chat.banned.to(device), args.temperature)
             penalty[episode, place] = args.kl * (old - logp_reference).cpu()
     mask, all_rows, places = turn >= 0, torch.arange(E), torch.arange(P)
     cut, last = torch.tensor([e.truncated for e in episodes]), (mask.sum(1) - 1).clamp(min=0)
@@ -233,8 +233,8 @@ def value_loss(args, critic, b, episode, place, hidden):
 def critic_backward(args, critic, chat, episodes, b, use, deciding, device):
     """Gradients of a separate critic's value loss on episodes `use`. -> its sum, without gradient."""
     total = torch.zeros((), device=device)
-    for ids, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e))), critic.own):
-        error = value_loss(args, critic, b, episode, place, critic.own(ids).flatten(0, 1)[source]).sum()
+    for ids, branches, source, _, _, episode, place, _ in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device, lambda e: critic_rows(chat, e, told(args, chat, e))), critic.own):
+        error = value_loss(args, critic, b, episode, place, critic.own(ids, branches=branches).flatten(0, 1)[source]).sum()
         (args.value_coef * error / deciding).backward()
         total += error.detach()
     return total
@@ -279,14 +279,14 @@ def update(args, model, critic, reference, optimizer, chat, episodes, b):
         if not deciding:
             continue
         before = sums["kl"].clone()
-        for ids, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
+        for ids, branches, source, target, old, episode, place, turn in ranks.even(training_batches(episodes, use, args.tokens_per_microbatch, device), model, reference):     # (B, T), then N each
             advantage = b["advantage"][episode, place].to(device)                                                     # (N,)
-            hidden = model(ids).flatten(0, 1)[source]                                                 # (N, D): policy positions only
+            hidden = model(ids, branches=branches).flatten(0, 1)[source]                                                 # (N, D): policy positions only
             logp, entropy = token_logprobs(model, hidden, target, banned, args.temperature)           # (N,), never (B, T, V)
             loss, ratio = policy_loss(logp, old, advantage, args.clip_low, args.clip_high, args.dual_clip)
             if reference is not None:
                 with torch.no_grad(), reference.without_adapters():
-                    logp_reference, _ = token_logprobs(reference, reference(ids).flatten(0, 1)[source], target, banned, args.temperature)
+                    logp_reference, _ = token_logprobs(reference, reference(ids, branches=branches).flatten(0, 1)[source], target, banned, args.temperature)
                 d = logp_reference - logp
                 k3 = d.exp() - d - 1                       # its gradient pulls the right way; that of the mean of d has none in expectation
                 loss = loss + args.kl * k3

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from appraisal import DATA
 from emotions import EDF, felt_by, regulate
-from episode import Row, collate, micro_batches
+from episode import Row, Tree, collate, micro_batches
 from model import token_logprobs
 from rollout import ASKED, Chat
 from rundir import Flags, die, new_folder, nonnegative, positive, seed_number
@@ -27,8 +27,7 @@ from scenarios import load_scenarios, read_lines
 from weights import cache_folder, load, pick_device, pick_dtype, resolve, save
 
 Demonstration = namedtuple("Demonstration", "lines feeling", defaults=["neutral"])
-DEFAULTS = dict(lr=3e-4, batch=8, train_layers=15, seed=0)
-EPOCHS = {"none": 2, "edf": 1}                             # edf: two rows a reply, each with all that was said before, are 8 times the tokens of one row a dialogue
+DEFAULTS = dict(epochs=2, lr=3e-4, batch=8, train_layers=15, seed=0)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
@@ -88,14 +87,15 @@ def demonstration_rows(chat, lines, feeling="neutral"):
 def imitate(model, chat, dialogues, epochs, lr, batch, train_layers, seed, tokens_per_microbatch=4096):
     """Fits the upper layers to the supporter's replies of all dialogues. -> list of (nats per token) a step. Changes `model` in place."""
     model.train_only_upper(train_layers)
-    losses = fit(model, chat, [row for d in dialogues for row in demonstration_rows(chat, *d)], epochs, lr, batch, seed, tokens_per_microbatch)
+    losses = fit(model, chat, [Tree(demonstration_rows(chat, *d)) for d in dialogues], epochs, lr, batch, seed, tokens_per_microbatch)
     model.requires_grad_(True)
     return losses
 
 
 def fit(model, chat, rows, epochs, lr, batch, seed, tokens_per_microbatch=4096):
-    """AdamW on the mean negative log-likelihood of the rows' policy tokens, for whatever of the model requires grad; the learning rate warms up over 5 steps and falls
+    """AdamW on the mean negative log-likelihood of the rows' (or trees') policy tokens, for whatever of the model requires grad; the learning rate warms up over 5 steps and falls
     linearly to 0. -> list of (nats per token) a step."""
+    assert (n := max(len(row.ids) for t in rows for row in getattr(t, "rows", [t]))) <= model.config.max_positions, f"{n} tokens, but the model knows {model.config.max_positions} positions"
     device = model.model.embed_tokens.weight.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -106,11 +106,11 @@ def fit(model, chat, rows, epochs, lr, batch, seed, tokens_per_microbatch=4096):
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1000 + epoch)).tolist()
             for a in range(0, len(rows), batch):
                 part = [rows[i] for i in order[a:a + batch]]
-                count = sum(sum(r.mask) for r in part)     # policy tokens of the whole batch, whatever the micro-batches
+                batches = [collate([part[i] for i in index], device) for index in micro_batches(part, tokens_per_microbatch)]
+                count = sum(len(target) for _, _, _, target, _, _ in batches)      # policy tokens of the whole batch, whatever the micro-batches
                 total = torch.zeros((), device=device)
-                for index in micro_batches(part, tokens_per_microbatch):
-                    ids, source, target, _, _ = collate([part[i] for i in index], device)
-                    hidden = model(ids).flatten(0, 1)[source]                                         # (N, D)
+                for ids, branches, source, target, _, _ in batches:
+                    hidden = model(ids, branches=branches).flatten(0, 1)[source]                      # (N, D)
                     logp, _ = token_logprobs(model, hidden, target, chat.banned.to(device))
                     loss = -logp.sum() / count
                     loss.backward()
@@ -132,8 +132,8 @@ RECIPE = inspect.getsource(imitate) + inspect.getsource(fit) + inspect.getsource
 def cold_start(name, file, device, dtype, template="none"):
     """HF folder of model `name` after imitation of `file` with the defaults; made once and kept in the user's cache under a hash of what goes in."""
     source, made_for = resolve(name), "edf" if template == "edf" else "none"       # there are no plans to imitate: with think the policy starts from plain replies
-    how, stamp = {"epochs": EPOCHS[made_for], **DEFAULTS}, hashlib.sha256()
-    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(how), str(dtype), device.type, ASKED[made_for], made_for, json.dumps(EDF) * (made_for == "edf"), RECIPE):
+    stamp = hashlib.sha256()
+    for part in (str(source.resolve()), json.dumps(load_demonstrations(file)), json.dumps(DEFAULTS), str(dtype), device.type, ASKED[made_for], made_for, json.dumps(EDF) * (made_for == "edf"), RECIPE):
         stamp.update(part if isinstance(part, bytes) else part.encode())
     folder = cache_folder() / f"cold-start-{stamp.hexdigest()[:16]}"
     if (folder / "config.json").is_file():
@@ -142,7 +142,7 @@ def cold_start(name, file, device, dtype, template="none"):
     dialogues = load_demonstrations(file)
     print(f"cold start: imitation of {len(dialogues)} dialogues from {file}, once; kept in {folder}")
     model, tokenizer = load(name, dtype, device)
-    imitate(model, Chat(tokenizer, model.config.vocab, template=made_for), dialogues, **how)
+    imitate(model, Chat(tokenizer, model.config.vocab, template=made_for), dialogues, **DEFAULTS)
     save(model, tokenizer, folder)
     return folder
 
@@ -152,7 +152,7 @@ def main():
     p.add_argument("--model", default="smollm2-135m", help="smollm2-135m, hub name, HF folder or .gguf (default: %(default)s)")
     p.add_argument("--demonstrations", default="data/demonstrations.jsonl", help="JSONL of dialogues (default: %(default)s)")
     p.add_argument("--out", default="runs/sft", help="HF folder to write (default: %(default)s)")
-    p.add_argument("--epochs", type=positive(int), help=f"passes over the file (default: {EPOCHS['none']}, --template edf {EPOCHS['edf']})")
+    p.add_argument("--epochs", type=positive(int), default=DEFAULTS["epochs"], help="passes over the file (default: %(default)s)")
     p.add_argument("--lr", type=positive(float), default=DEFAULTS["lr"], help="peak learning rate (default: %(default)s)")
     p.add_argument("--batch", type=positive(int), default=DEFAULTS["batch"], help="dialogues a step (default: %(default)s)")
     p.add_argument("--train_layers", type=nonnegative(int), default=DEFAULTS["train_layers"], help="train the upper N layers and the final norm only; 0 = everything (default: %(default)s)")
@@ -173,7 +173,7 @@ def main():
     began = time.time()
     model, tokenizer = load(args.model, dtype, device)
     print(f"{args.model} on {device}, compute {dtype}; {len(dialogues)} dialogues, {sum(len(d.lines) // 2 for d in dialogues)} replies")
-    losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs or EPOCHS[args.template], args.lr, args.batch, args.train_layers, args.seed)
+    losses = imitate(model, Chat(tokenizer, model.config.vocab, template=args.template), dialogues, args.epochs, args.lr, args.batch, args.train_layers, args.seed)
     save(model, tokenizer, args.out)
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token in {time.time() - began:.0f} s; saved {args.out}")
     print(f"next: python evaluate.py run --model {args.out}{' --template edf' * (args.template == 'edf')}")

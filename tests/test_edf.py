@@ -114,7 +114,8 @@ def test_the_rewound_cache_equals_a_fresh_forward_and_states_are_those_of_the_ro
     episodes = play(perceiving, keep_states=True)
     rows = [row for e in episodes for row in e.rows]
     assert len(rows) == 36
-    ids, source, target, old, _ = collate(rows, "cpu")
+    ids, branches, source, target, old, _ = collate(rows, "cpu")
+    assert branches is None
     with torch.no_grad():
         hidden = model(ids).flatten(0, 1)[source]
         logp, _ = token_logprobs(model, hidden, target, chat.banned, 0.9)

@@ -14,6 +14,7 @@ import ranks
 import train_grpo
 import train_ppo
 from conftest import ROOT, ours
+from program import together
 from test_train_grpo import TINY, metrics
 from weights import load, save
 
@@ -93,7 +94,7 @@ def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_pa
         tiny_folder = str(tmp_path / "untied")
         save(ours(untied), tokenizer, tiny_folder)
     (tmp_path / "child.py").write_text(CHILD)
-    done = torchrun(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", how])
+    done = together(2, [tmp_path / "child.py", ROOT, tiny_folder, tmp_path / "2.pt", how], tmp_path)
     assert done.returncode == 0, done.stderr[:3000]
     monkeypatch.setattr(sys, "argv", ["child.py", str(ROOT), tiny_folder, str(tmp_path / "1.pt"), how])
     runpy.run_path(str(tmp_path / "child.py"))             # alone, in this process
@@ -111,7 +112,8 @@ def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folde
     shutil.copytree(tiny_folder, tmp_path / "generator" / "sft")
     flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", "--curriculum", "dual", "--reward", "emotion+format+rubric:care", "--generator", tmp_path / "generator"]
     for run, steps in (("two", 2), ("one", 1))[:2 if script == "train_grpo.py" else 1]:
-        done = torchrun(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags])
+        command = [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags]
+        done = torchrun(2, command) if run == "one" else together(2, command, tmp_path)          # torchrun itself once: it brings its own store, and imports all again
         assert done.returncode == 0, done.stderr[:3000]
         assert done.stdout.count("step   1") == 1          # one voice
     b = metrics(tmp_path / "two")
@@ -119,7 +121,7 @@ def test_a_run_of_two_processes_learns_saves_once_and_resumes(script, tiny_folde
     assert (tmp_path / "two" / "samples" / "step_000001.txt").read_text().count("  tokens ") == 4
     if script == "train_ppo.py":
         return
-    done = torchrun(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2])
+    done = together(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2], tmp_path)
     assert done.returncode == 0, done.stderr[:3000]
     assert metrics(tmp_path / "one") == b
     kept = [torch.load(tmp_path / run / "checkpoint" / "state.pt", weights_only=True)["rewards"] for run in ("one", "two")]
@@ -139,10 +141,10 @@ def test_a_parted_run_saves_whole_weights_and_resumes(script, more, tiny_folder,
     flags = ["--model", tiny_folder, *TINY, "--groups", "4", "--eval_every", "1", *more]
     resumes = script == "train_grpo.py"                    # PPO's shares that code
     for run, steps, part in [("one", 1, ["--fsdp"]), ("plain", 1, [])] + [("two", 2, ["--fsdp"])] * resumes:
-        done = torchrun(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags, *part])
+        done = together(2, [ROOT / script, "--run", tmp_path / run, "--steps", steps, *flags, *part], tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
     if resumes:
-        done = torchrun(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2])
+        done = together(2, [ROOT / script, "--resume", tmp_path / "one", "--steps", 2], tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
     a, b = metrics(tmp_path / "one")[1], metrics(tmp_path / "plain")[1]

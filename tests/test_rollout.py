@@ -1,11 +1,12 @@
 """Chat pieces, episodes and batches: what is fed, what is trained, who talks to whom."""
+import random
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from episode import Row, collate, coloured, marked, micro_batches
+from episode import Row, Tree, collate, coloured, marked, micro_batches
 from model import token_logprobs
 from rollout import Chat, answers, check_budget, overlapped, rollout
 from scenarios import load_scenarios
@@ -112,7 +113,7 @@ def test_logprobs_of_the_rollout_equal_one_full_forward(tiny_chat):
     model, chat = tiny_chat
     episodes = play(tiny_chat, {"ann": 4, "bob": 2, "christopher": 3}, copies=2, temperature=0.7)
     rows = [e.rows[0] for e in episodes]
-    ids, source, target, old, at = collate(rows, "cpu")
+    ids, branches, source, target, old, at = collate(rows, "cpu")
     with torch.no_grad():
         logp, _ = token_logprobs(model, model(ids).flatten(0, 1)[source], target, chat.banned, 0.7)
     assert len(old) == sum(sum(r.mask) for r in rows) and (logp - old).abs().max() < 1e-4
@@ -162,8 +163,46 @@ def test_padding_is_known_by_length(tiny_chat):
     rows[0].policy([0, 258], [-1.0, -2.0], 0)
     rows[1].environment([7, 8, 9, 9, 9])
     rows[1].policy([258], [-3.0], 0)
-    ids, source, target, old, at = collate(rows, "cpu")
-    assert ids.shape == (2, 6) and source.tolist() == [1, 2, 6 + 4] and target.tolist() == [0, 258, 258] and old.tolist() == [-1, -2, -3] and at == [(0, 0), (0, 0), (1, 0)]
+    ids, branches, source, target, old, at = collate(rows, "cpu")
+    assert branches is None and ids.shape == (2, 6) and source.tolist() == [1, 2, 6 + 4] and target.tolist() == [0, 258, 258] and old.tolist() == [-1, -2, -3] and at == [(0, 0), (0, 0), (1, 0)]
+
+
+def test_a_tree_is_its_rows(tiny_chat):
+    """Rows that begin alike read as one sequence: every token once, seen by its own rows' later tokens alone; hidden states and gradients are those of rows apart. Duplicates, prefixes of others, nothing in common; padded beside others."""
+    assert vars(Tree([row([7, 8, 9]), row([7, 5])])) | {"rows": 0} == dict(rows=0, ids=[7, 5, 8, 9], position=[0, 1, 1, 2], last=[3, 1, 3, 3], places=[[0, 2, 3], [0, 1]])
+    rng = random.Random(0)
+    families = [[[rng.randint(3, 5) for _ in range(rng.randint(2, 9))] for _ in range(rng.randint(1, 7))] for _ in range(40)]
+    for family in [*families, [[1, 2, 3], [1, 2, 3], [1, 2]], [[4, 4]], [[1, 2], [3, 4]]]:
+        t = Tree([row(ids) for ids in family])
+        assert len(t.ids) == len({tuple(ids[:i + 1]) for ids in family for i in range(len(ids))})
+        for ids, places in zip(family, t.places):
+            assert [t.ids[k] for k in places] == ids and [t.position[k] for k in places] == list(range(len(ids)))
+            assert all([k for k in range(len(t.ids)) if k <= q <= t.last[k]] == places[:i + 1] for i, q in enumerate(places))
+    model, _ = tiny_chat
+    for checkpointed in (False, True):
+        found = []
+        for trees in ([Tree(list(map(row, f))) for f in families], [row(ids) for f in families for ids in f]):
+            model.zero_grad(set_to_none=True)
+            model.checkpointed = checkpointed
+            loss, n = 0.0, []
+            for part in ([t] for t in trees) if not checkpointed else [trees]:
+                ids, branches, source, target, _, at = collate(part, "cpu")
+                logp, _ = token_logprobs(model, model(ids, branches=branches).flatten(0, 1)[source], target)
+                loss, n = loss + (logp * torch.arange(len(n), len(n) + len(logp)).cos()).sum(), n + logp.tolist()
+            loss.backward()
+            found.append((torch.tensor(n), [p.grad.clone() for p in model.parameters()]))
+            model.checkpointed = False
+        (a, grads), (b, others) = found
+        assert len(a) == sum(len(ids) - 1 for f in families for ids in f) and (a - b).abs().max() < 1e-5
+        assert all((x - y).abs().max() < 1e-4 * max(1, y.abs().max()) for x, y in zip(grads, others))
+    model.zero_grad(set_to_none=True)
+
+
+def row(ids):
+    r = Row()
+    r.environment(ids[:1])
+    r.policy(ids[1:], [0.0] * (len(ids) - 1), 0)
+    return r
 
 
 def test_micro_batches_cover_every_row_once_within_the_budget():

@@ -92,7 +92,8 @@ def test_the_rewound_cache_equals_a_fresh_forward(thinking):
     episodes = play(thinking)
     rows = [row for e in episodes for row in e.rows]
     assert len(rows) == 18
-    ids, source, target, old, _ = collate(rows, "cpu")
+    ids, branches, source, target, old, _ = collate(rows, "cpu")
+    assert branches is None
     with torch.no_grad():
         logp, _ = token_logprobs(model, model(ids).flatten(0, 1)[source], target, chat.banned, 0.9)
     assert (logp - old).abs().max() < 1e-4
