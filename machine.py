@@ -31,6 +31,7 @@ import train_grpo
 from bench import finish, memory, random_ids, random_model, timed
 from episode import Episode, Row
 from model import Cache, append, sample
+from recording import GRAPHS
 from rubric import Reward
 from rundir import die
 from weights import DTYPES, config_of, load, pick_device, read_config, resolve
@@ -235,7 +236,7 @@ def gpu(args):
 
         @torch.no_grad()
         def tokens(recording, B, temperature):
-            network.GRAPHS["device"] = "cuda" if recording else None
+            GRAPHS["device"] = "cuda" if recording else None
             rng = random.Random(args.seed)
             prompts = [random_ids(rng.randint(64, 192), model.config.vocab, rng) for _ in range(B)]
             cache = Cache(model, B, 512)
@@ -252,14 +253,14 @@ def gpu(args):
                 for p in model.parameters():
                     p.mul_(1.001)
             (a, la), with_graph = tokens(True, B, temperature)
-            still_on = network.GRAPHS["device"] == "cuda"
+            still_on = GRAPHS["device"] == "cuda"
             (e, le), without = tokens(False, B, temperature)
             same, gap = statistics.mean(x == y for x, y in zip(a, e)), max((abs(x - y) for r, q in zip(la, le) if len(r) == len(q) for x, y in zip(r, q)), default=0.0)
             print(f"{size} {dtype} B={B:<4d} temperature {temperature}: recorded {sum(map(len, a)) / with_graph:8.0f} tokens/s, stepwise {sum(map(len, e)) / without:8.0f}; rows with the same tokens {same:.2f}, log-probs within {gap:.4f}{'' if still_on else '; RECORDING FAILED'}", flush=True)
             finish(how(part="graphs", model=each.model, dtype=dtype, batch=B, temperature=temperature), recorded=round(sum(map(len, a)) / with_graph), stepwise=round(sum(map(len, e)) / without), ratio=round(without / with_graph, 2), agreement=same, recording=still_on)
             # at a temperature a draw may fall on the other side of two ids' border by the last bit of a sum; greedily in fp32 it must not
             wrong += [f"{size} {dtype} B={B}"] * (not still_on or dtype == "fp32" and (same < 1 if temperature == 0 else same < 0.75))
-        network.GRAPHS["device"] = "cuda"
+        GRAPHS["device"] = "cuda"
         del model
         torch.cuda.empty_cache()
         for name, f, more in (("decode", bench.decode, dict(batch=[1, 8, 32, 128], prompt=[64, 192], new=64, repeats=3)), ("turns", bench.turns, dict(dialogues=32, turns=8, chunk=[20, 40], reply=64)),

@@ -15,6 +15,7 @@ import torch
 
 import train_grpo
 from conftest import ROOT, hf_model, ours
+from program import start
 from rollout import rollout
 from rubric import Reward, score
 from scenarios import load_scenarios
@@ -303,21 +304,17 @@ def test_pitfall_26_three_and_three_steps_equal_six(tiny_folder, unbroken, tmp_p
 
 def test_pitfalls_26_and_27_killed_ten_times(tiny_folder, unbroken, tmp_path):
     """SIGKILL at ten random moments, mid-step or mid-save, then resumed: the metrics and weights of the unbroken run."""
-    run, rng, kills = tmp_path / "killed", random.Random(1), 0
-    command = [sys.executable, str(ROOT / "train_grpo.py")]
-    start = [*command, "--model", tiny_folder, "--run", str(run), "--steps", "6", *TINY]
-    while True:
-        resume = [*command, "--resume", str(run)] if (run / "config.json").exists() else start
-        process = subprocess.Popen(resume, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"})
-        if kills == 10:
-            out, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, out
-            break
-        process.stdout.readline()                          # the imports are over
-        time.sleep(rng.uniform(0, 1.2))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kills += 1
+    run, rng, said = tmp_path / "killed", random.Random(1), tmp_path / "said.txt"
+    for kills in range(11):
+        said.write_text("")
+        process = start(ROOT / "train_grpo.py", ["--resume", run] if (run / "config.json").exists() else ["--model", tiny_folder, "--run", run, "--steps", "6", *TINY], said)
+        if kills < 10:
+            while not said.read_text() and process.is_alive():         # the imports are over
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 1.2))
+            process.kill()
+        process.join(300)
+    assert process.exitcode == 0, said.read_text()
     assert metrics(run) == metrics(unbroken)
     a, b = weights(run), weights(unbroken)
     assert all(torch.equal(a[k], b[k]) for k in b)
