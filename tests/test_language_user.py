@@ -455,7 +455,7 @@ def test_the_key_is_written_nowhere(served, tiny_folder, tmp_path, monkeypatch, 
 
 
 def test_a_real_server(tiny_folder, tmp_path, monkeypatch):
-    """transformers serve on this machine plays the user of two dialogues, end to end."""
+    """transformers serve on this machine plays the user of a dialogue, end to end."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason="transformers[serving] is not installed")
@@ -479,13 +479,13 @@ def test_a_real_server(tiny_folder, tmp_path, monkeypatch):
                 assert process.poll() is None, "the server ended by itself"
                 time.sleep(0.5)
         out = tmp_path / "rows.jsonl"
-        code = evaluate.main(["run", "--model", tiny_folder, "--user", f"server:http://127.0.0.1:{port}/v1#{folder}", "--user_tokens", "12", "--server_parallel", "1", "--n", "2", "--repeats", "1",
+        code = evaluate.main(["run", "--model", tiny_folder, "--user", f"server:http://127.0.0.1:{port}/v1#{folder}", "--user_tokens", "12", "--server_parallel", "1", "--n", "1", "--repeats", "1",
                               "--max_turns", "2", "--max_new_tokens", "6", "--out", str(out)])
     finally:
         process.terminate()
         process.wait(30)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert code == 0 and len(rows) == 2 and all(r["finish"] in ("max_turns", "goodbye", "success", "failure") for r in rows)
+    assert code == 0 and len(rows) == 1 and all(r["finish"] in ("max_turns", "goodbye", "success", "failure") for r in rows)
     assert all(len(line["content"]) > 1 for r in rows for line in r["history"][2::2])
 
 
