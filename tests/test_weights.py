@@ -5,10 +5,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
+import weights
 from conftest import hf_model, ours
 from model import Cache, append, sample
-from weights import build, load, read_gguf, smollm2_folder
+from rundir import write_atomically
+from weights import build, load, read_gguf, save, smollm2_folder
 
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -107,3 +110,21 @@ def test_smollm2_equals_transformers_on_real_text(capsys):
             assert max(abs(l - score[i, t]) for l, i, t in zip(logps[b], at, tokens[b])) < 1e-4
             rows[b], pending[b] = rows[b] + tokens[b], tokens[b][-1:]
     assert "Paris" in tokenizer.decode(rows[0]) and "Rome" in tokenizer.decode(rows[0])
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/1")])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(error, tiny_folder, tmp_path, monkeypatch, capsys):
+    model, tokenizer = load(tiny_folder)
+    save(model, tokenizer, tmp_path / "best")
+    write_atomically(tmp_path / "state.pt", b"whole")
+
+    def full(*_, **__):
+        raise error
+    monkeypatch.setattr(weights, "save_file", full)
+    for write, name in ((lambda: save(model, tokenizer, tmp_path / "best"), "best"), (lambda: write_atomically(tmp_path / "state.pt", full), "state.pt")):
+        with pytest.raises(SystemExit) as e:
+            write()
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and err.count("\n") == 1 and str(tmp_path / name) in err and "GB are free" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "state.pt"] and (tmp_path / "state.pt").read_bytes() == b"whole"
+    load(str(tmp_path / "best"))
