@@ -222,7 +222,8 @@ class RunDir:
     def save(self, state):
         """Write the checkpoint; the previous one stays whole until the new one is on disk. state: tensors, numbers, strings, lists, dicts."""
         if self.writes:
-            write_atomically(self.state, lambda f: torch.save(state, f))
+            with on_disk(self.state):
+                write_atomically(self.state, lambda f: torch.save(state, f))
 
     def load(self, device="cpu"):
         """The last checkpoint, or None where the run was killed before its first. Forgets metrics of steps after it."""
@@ -249,22 +250,25 @@ class RunDir:
 def write_atomically(path, content):
     """content: bytes, or a function that writes to an open binary file. The name appears, or changes, only when all is on disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")                      # two ranks may write one file of the cache
-    with on_disk(path, temporary):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         with open(temporary, "wb") as f:
             f.write(content) if isinstance(content, bytes) else content(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)                  # half a file on a full disk
 
 
 @contextmanager
-def on_disk(path, temporary):
-    """Inside `with` `path` is written, by way of `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still."""
+def on_disk(path, temporary=None):
+    """Inside `with` weights are written to `path`, by way of a folder `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:              # torch and safetensors have names of their own for a full disk
-        shutil.rmtree(temporary, ignore_errors=True) if Path(temporary).is_dir() else Path(temporary).unlink(missing_ok=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
         free = shutil.disk_usage(next(p for p in Path(path).absolute().parents if p.exists())).free
         die(f"{path}: could not be written, {free / 1e9:.1f} GB are free there ({str(e).splitlines()[0]}); make room, then go on: what was saved before is whole")
 
@@ -295,7 +299,8 @@ def keep_begun(path, flags, model, optimizer, records):
     """Write what a loop without a RunDir needs to go on, atomically: what it was begun with, the parameters that are trained, the optimizer's state (or None), a record of each step."""
     trained = {k: v for k, v in model.named_parameters() if v.requires_grad}
     state = {"flags": flags, "trained": trained, "optimizer": optimizer and optimizer.state_dict(), "log": json.dumps(records)}
-    write_atomically(path, lambda f: torch.save(state, f))
+    with on_disk(path):
+        write_atomically(path, lambda f: torch.save(state, f))
 
 
 def take_up(path, flags, model, optimizer, steps):

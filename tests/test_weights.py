@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 import weights
 from conftest import hf_model, ours
 from model import Cache, append, sample
-from rundir import write_atomically
+from rundir import keep_begun, write_atomically
 from weights import build, load, read_gguf, save, smollm2_folder
 
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -116,15 +116,16 @@ def test_smollm2_equals_transformers_on_real_text(capsys):
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(error, tiny_folder, tmp_path, monkeypatch, capsys):
     model, tokenizer = load(tiny_folder)
     save(model, tokenizer, tmp_path / "best")
-    write_atomically(tmp_path / "state.pt", b"whole")
+    write_atomically(tmp_path / "begun.pt", b"whole")
 
     def full(*_, **__):
         raise error
     monkeypatch.setattr(weights, "save_file", full)
-    for write, name in ((lambda: save(model, tokenizer, tmp_path / "best"), "best"), (lambda: write_atomically(tmp_path / "state.pt", full), "state.pt")):
+    monkeypatch.setattr(torch, "save", full)
+    for write, name in ((lambda: save(model, tokenizer, tmp_path / "best"), "best"), (lambda: keep_begun(tmp_path / "begun.pt", {}, model, None, []), "begun.pt")):
         with pytest.raises(SystemExit) as e:
             write()
         err = capsys.readouterr().err
         assert e.value.code == 2 and err.count("\n") == 1 and str(tmp_path / name) in err and "GB are free" in err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "state.pt"] and (tmp_path / "state.pt").read_bytes() == b"whole"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["begun.pt", "best"] and (tmp_path / "begun.pt").read_bytes() == b"whole"
     load(str(tmp_path / "best"))
