@@ -35,11 +35,18 @@ def begin(device):
             die(f"--nproc_per_node: process {LOCAL} has no GPU of its own, there are {torch.cuda.device_count()}")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    import torch.distributed.nn                            # before the group is there: default arguments in it hold the group of the moment, transformers imports it later, and threads of a group that is held outlive end()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))      # a rank may wait while another's users think
-    atexit.register(dist.destroy_process_group)            # else a rank that ends early may abort the others' last words
+    atexit.register(end)
     if RANK:
         sys.stdout = open(os.devnull, "w")                 # one voice; errors are heard from all
     return device
+
+
+def end():
+    """Leaves the group and ends its threads, while Python still runs: left to the interpreter's own end they may abort this rank, and the others' last words with it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def in_turn(make):

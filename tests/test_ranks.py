@@ -22,7 +22,7 @@ CHILD = '''
 import sys
 from copy import deepcopy
 from types import SimpleNamespace
-import numpy, torch
+import pathlib, numpy, torch
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 import ranks, train_grpo, train_ppo
 from model import Critic
@@ -72,6 +72,9 @@ for kind in (False, True):
     out[name], out[name + "_metrics"] = {**ranks.whole(policy.state_dict()), **{"critic." + k: v for k, v in ranks.whole(critic.state_dict()).items()}}, {**{k: seen[k] for k in ("kl", "value_loss", "grad_norm", "critic_grad_norm")}, **b["metrics"]}
 if ranks.RANK == 0:
     torch.save(out, sys.argv[3])
+ranks.end()
+threads = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+assert fsdp or not [name for name in threads if "gloo" in name], threads      # one that lived on could abort the process at its very end; with --fsdp a cache of torch's holds the group
 '''
 
 
