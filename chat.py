@@ -63,7 +63,7 @@ def converse(new_talk, new_user):
     while True:
         if suggestion:
             print(textwrap.fill(f"(enter sends: {suggestion})", 100))
-        line = input("you    > ").strip()
+        line = input("you    > ").encode("utf-8", "replace").decode().strip()      # a byte that is no UTF-8 comes as half a character, which no tokenizer takes
         if line == "/quit":
             return
         if line == "/reset":

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -113,15 +113,16 @@ def writable(text):
     return text
 
 
-def new_folder(path):
-    """A folder that is not there yet and whose parent is there or can be made: SystemExit before the work whose result it takes, not after it. -> Path"""
+def new_folder(path, flag="--out", instead="give another name or remove it"):
+    """A folder that is not there yet and can be made, parents and all: SystemExit before the work whose result it takes, not after it. -> Path"""
     path = Path(path)
     if path.exists():
-        die(f"--out {path} exists; give another name or remove it")
+        die(f"{flag} {path} exists; {instead}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=path.parent, prefix=path.name + "."))               # a parent that is there may refuse all the same
     except OSError as e:
-        die(f"--out {path}: {e.strerror}; give another folder")
+        die(f"{flag} {path}: {e.strerror}; give another folder")
     return path
 
 
@@ -258,7 +259,8 @@ def write_atomically(path, content):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)                  # half a file on a full disk
+        with suppress(OSError):                            # where nothing may be written this fails too, and what failed first is to be heard
+            temporary.unlink(missing_ok=True)              # half a file on a full disk
 
 
 @contextmanager
@@ -266,11 +268,15 @@ def on_disk(path, temporary=None):
     """Inside `with` weights are written to `path`, by way of a folder `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as e:              # torch and safetensors have names of their own for a full disk
+    except Exception as e:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                os.rmdir(Path(path).parent)                # made for this alone if it is empty; the same command is to find it free
+        if not isinstance(e, (OSError, SafetensorError)) and not any(words in str(e) for words in ("os error", "PytorchStreamWriter", "unexpected pos", "inline_container")):       # names of their own for a full disk: tokenizers, torch
+            raise
         free = shutil.disk_usage(next(p for p in Path(path).absolute().parents if p.exists())).free
-        die(f"{path}: could not be written, {free / 1e9:.1f} GB are free there ({str(e).splitlines()[0]}); make room, then go on: what was saved before is whole")
+        die(f"{path}: could not be written, {free / 1e9:.1f} GB are free there ({(str(e) or repr(e)).splitlines()[0]}); make room, then give the same command or --resume: what was saved before is whole")
 
 
 def cpu_name():
@@ -291,7 +297,8 @@ def record_result(path, result):
 
 def write_rows(path, rows):
     """A .jsonl file of these rows, atomically."""
-    write_atomically(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
+    with on_disk(path):
+        write_atomically(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
 
 
 # ---------------------------------------------------------------------------------------------- a loop that goes on

@@ -151,9 +151,8 @@ def sft(args, us, device, dtype):
         rows += [lesson(chat, express(u.lines[:-1], u.speaker, " and ".join(g)), u.lines[-1][1]) for u, g in zip(train, gold) if len(u.lines) > 1]
     model.train_only_upper(args.train_layers)
     losses = fit(model, chat, rows, args.epochs, args.lr, args.batch, args.seed)
-    run.mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps({**vars(args), "utterances": stamp(us)}, indent=1), encoding="utf-8")
     save(model, tokenizer, run / "sft", base=str(resolve(args.model)))
+    (run / "config.json").write_text(json.dumps({**vars(args), "utterances": stamp(us)}, indent=1), encoding="utf-8")
     found.append(evaluate(model, chat, heldout, "shuffled labels" if args.shuffle else "sft"))
     print(f"{losses[0]:.3f} -> {losses[-1]:.3f} nats a token, {time.time() - began:.0f} s in all; saved {run}/sft; next: python selfplay.py grpo --run {run}")
     return found
@@ -203,10 +202,9 @@ def self_grpo(args, us, device, dtype):
             if (step + 1) % args.eval_every == 0:
                 record["dev"] = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
             records.append(record)
-            write_rows(run / "grpo.jsonl", records)
             print(f"step {step + 1:3d}  reward {record['reward']:.3f}  right {100 * record['right']:.1f} %  unread {100 * record['unread']:.1f} %  flat groups {flat:.2f}  {f'''dev {record['dev']:.1f}  ''' if 'dev' in record else ''}{record['seconds']:.0f} s", flush=True)
-            if stop.asked or step + 1 == args.steps:
-                keep_begun(begun, flags, model, optimizer, records)
+            keep_begun(begun, flags, model, optimizer, records)
+            write_rows(run / "grpo.jsonl", records)
             if stop.asked and step + 1 < args.steps:
                 stopped(begun, len(records), args.steps)
     save(model, tokenizer, run / "grpo", base=str(run / start))
@@ -261,14 +259,13 @@ def fly(args, us, device, dtype):
                       "agreement": float(np.mean([np.mean(consistency([a or frozenset({i}) for i, a in enumerate(g)])) for g in groups])), "seconds": round(time.time() - began, 1),
                       "best": max(best, seen["accuracy"]), "taken_back": args.guard and seen["accuracy"] < best - args.tolerance, **({} if records else {"start": found[0]})}
             records.append(record)
-            write_rows(run / "fly.jsonl", records)
             print(f"round {round_ + 1}  kept {100 * record['kept']:.1f} % of {len(new)}  agreement {record['agreement']:.2f}  dev accuracy {record['dev']:.1f}  entropy of labels {record['label_entropy']:.2f}  {record['seconds']:.0f} s", flush=True)
             if record["taken_back"]:
                 print(f"--guard: accuracy on gold fell from {best:.1f} to {seen['accuracy']:.1f}; this round is taken back, and it was the last")
                 model.load_state_dict(before)
             last, best = record["taken_back"] or round_ + 1 == args.rounds, record["best"]
-            if stop.asked or last:
-                keep_begun(begun, flags, model, None, records)
+            keep_begun(begun, flags, model, None, records)
+            write_rows(run / "fly.jsonl", records)
             if stop.asked and not last:
                 stopped(begun, len(records), args.rounds)
             if last:

@@ -1,5 +1,6 @@
 """Weights in: GGUF by name, order and quantisation, and the embedded model against transformers on real text."""
 import json
+import os
 
 import gguf
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 import weights
 from conftest import hf_model, ours
 from model import Cache, append, sample
-from rundir import keep_begun, write_atomically
+from rundir import keep_begun, new_folder, on_disk, write_atomically
 from weights import build, load, read_gguf, save, smollm2_folder
 
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -112,7 +113,8 @@ def test_smollm2_equals_transformers_on_real_text(capsys):
     assert "Paris" in tokenizer.decode(rows[0]) and "Rome" in tokenizer.decode(rows[0])
 
 
-@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/1")])
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file data/1"),
+                                   Exception("No space left on device (os error 28)")])
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(error, tiny_folder, tmp_path, monkeypatch, capsys):
     model, tokenizer = load(tiny_folder)
     save(model, tokenizer, tmp_path / "best")
@@ -129,3 +131,18 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(error, tiny_folder, t
         assert e.value.code == 2 and err.count("\n") == 1 and str(tmp_path / name) in err and "GB are free" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["begun.pt", "best"] and (tmp_path / "begun.pt").read_bytes() == b"whole"
     load(str(tmp_path / "best"))
+    with pytest.raises(SystemExit):
+        save(model, tokenizer, tmp_path / "run" / "sft")
+    assert not (tmp_path / "run").exists()                 # the same command finds its name free
+
+
+def test_what_is_no_fault_of_the_disk_is_not_called_one(tmp_path):
+    with pytest.raises(RuntimeError, match="device-side"), on_disk(tmp_path / "best"):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no folder here that is there and takes nothing")
+def test_a_folder_that_takes_nothing_is_named_before_the_work(capsys):
+    with pytest.raises(SystemExit):
+        new_folder("/proc/sft")
+    assert capsys.readouterr().err.count("\n") == 1
