@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn                                # before begin(): transformers imports it later, and its default arguments hold the group of that moment, whose threads then outlive end()
 from torch.nn.utils import clip_grad_norm_
 
 from linear import KEPT
@@ -33,9 +34,8 @@ def begin(device):
     if device.type == "cuda":
         if LOCAL >= torch.cuda.device_count():
             die(f"--nproc_per_node: process {LOCAL} has no GPU of its own, there are {torch.cuda.device_count()}")
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", LOCAL)
         torch.cuda.set_device(device)
-    import torch.distributed.nn                            # before the group is there: default arguments in it hold the group of the moment, transformers imports it later, and threads of a group that is held outlive end()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))      # a rank may wait while another's users think
     atexit.register(end)
     if RANK:

@@ -153,15 +153,18 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.state = self.path / "checkpoint" / "state.pt"
 
+    @staticmethod
+    def free(path):
+        """SystemExit where no new run can be made: asked before the work, and again when it is made."""
+        new_folder(path, "--run", f"give another --run, continue it with --resume {path}, or remove it")
+
     @classmethod
     def create(cls, path, config):
         """A new run. SystemExit if the folder exists: nothing already computed is overwritten."""
         run = cls(path)
         if not run.writes:
             return run
-        if run.path.exists():
-            die(f"run folder {path} exists; give another --run, continue it with --resume {path}, or remove it")
-        run.path.parent.mkdir(parents=True, exist_ok=True)
+        cls.free(path)
         temporary = Path(tempfile.mkdtemp(dir=run.path.parent, prefix=run.path.name + "."))
         (temporary / "samples").mkdir()
         write_atomically(temporary / "config.json", json.dumps(config, indent=1).encode())
@@ -265,14 +268,15 @@ def write_atomically(path, content):
 
 @contextmanager
 def on_disk(path, temporary=None):
-    """Inside `with` weights are written to `path`, by way of a folder `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still."""
+    """Inside `with` what a run computed is written to `path`, by way of a folder `temporary`. SystemExit with one line where the disk is full or refuses; what stood there before stands there still,
+    and a parent folder that nothing else is in goes with the temporary one. Any other error is raised as it is."""
     try:
         yield
     except Exception as e:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):
-                os.rmdir(Path(path).parent)                # made for this alone if it is empty; the same command is to find it free
+                os.rmdir(Path(path).parent)                # if it is empty: the same command is to find its --out free
         if not isinstance(e, (OSError, SafetensorError)) and not any(words in str(e) for words in ("os error", "PytorchStreamWriter", "unexpected pos", "inline_container")):       # names of their own for a full disk: tokenizers, torch
             raise
         free = shutil.disk_usage(next(p for p in Path(path).absolute().parents if p.exists())).free

@@ -203,7 +203,7 @@ def self_grpo(args, us, device, dtype):
                 record["dev"] = evaluate(model, chat, dev, "dev", quiet=True)["accuracy"]
             records.append(record)
             print(f"step {step + 1:3d}  reward {record['reward']:.3f}  right {100 * record['right']:.1f} %  unread {100 * record['unread']:.1f} %  flat groups {flat:.2f}  {f'''dev {record['dev']:.1f}  ''' if 'dev' in record else ''}{record['seconds']:.0f} s", flush=True)
-            keep_begun(begun, flags, model, optimizer, records)
+            keep_begun(begun, flags, model, optimizer, records)                               # 640 MB and two seconds for 15 layers of the 135M model and Adam's moments
             write_rows(run / "grpo.jsonl", records)
             if stop.asked and step + 1 < args.steps:
                 stopped(begun, len(records), args.steps)

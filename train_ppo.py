@@ -32,7 +32,7 @@ from model import Critic, token_logprobs
 from report import training_page
 from rollout import AFTER, Chat, add_template_flags, check_budget, check_template, overlapped, rollout
 from rubric import add_reward_flags
-from rundir import Flags, RunDir, StopOnInterrupt, die, new_folder, nonnegative, positive, seed_number
+from rundir import Flags, RunDir, StopOnInterrupt, die, nonnegative, positive, seed_number
 from scenarios import STATES, load_scenarios
 from train_sft import cold_start, load_demonstrations
 from weights import DTYPES, build, load, pick_device, pick_dtype, resolve, save
@@ -358,7 +358,7 @@ def main(argv=None):
     if args.critic_sees == "need" and args.critic == "shared":
         die("--critic_sees need: a shared trunk would show it to the policy too; add --critic separate")
     if not args.resume:
-        new_folder(args.run, "--run", f"give another --run, continue it with --resume {args.run}, or remove it")
+        RunDir.free(args.run)
     if args.fsdp and (ranks.WORLD == 1 or args.lora or args.offload_optimizer or args.user == "lm:self"):
         die("--fsdp: parts a model over the processes of torchrun --nproc_per_node=N, and goes with none of --lora, --offload_optimizer, --user lm:self; leave it out")
     if args.overlap and not args.user.startswith("server:"):

@@ -87,6 +87,29 @@ def torchrun(n, command, **more):
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
 
+@pytest.mark.parametrize("kind,text", [("cuda", "process 1 has no GPU of its own, there are 1"), ("mps", "add --device cpu")])
+def test_a_process_without_a_device_of_its_own_is_told_so(kind, text, monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "WORLD", 2)
+    monkeypatch.setattr(ranks, "LOCAL", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        ranks.begin(torch.device(kind))
+    assert text in capsys.readouterr().err
+
+
+def test_each_process_takes_the_gpu_of_its_number(monkeypatch):
+    """Without a GPU: what begin() asks of torch on the way to its group, one call after the other."""
+    asked = []
+    monkeypatch.setattr(ranks, "WORLD", 2)
+    monkeypatch.setattr(ranks, "LOCAL", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(ranks.atexit, "register", asked.append)
+    device = ranks.begin(torch.device("cuda"))
+    assert asked == [device, "nccl", ranks.end] and device == torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize("how", ["whole", "empty", "parted"])
 def test_two_processes_give_the_loss_and_weights_of_one(how, tiny_folder, tmp_path, monkeypatch):
     """GRPO, PPO with a shared critic, PPO with its own; two passes of two mini-batches, a failed user on one side, unequal numbers of micro-batches, a reference, clipped gradients: metrics
